@@ -174,6 +174,38 @@ pub enum CheckpointError {
         /// Rule that is broken, and the tensor that breaks it.
         source: HeaderError,
     },
+    /// A GGUF file breaks a rule of its format, or holds a model that is not supported.
+    #[error("{path} cannot be read: {reason}")]
+    Gguf {
+        /// GGUF file.
+        path: PathBuf,
+        /// Rule that is broken, or what is not supported.
+        reason: String,
+    },
+    /// A model cannot be written as a GGUF file.
+    #[error("{path} cannot be written as a GGUF file: {reason}")]
+    GgufExport {
+        /// The model.
+        path: PathBuf,
+        /// What the format cannot express here.
+        reason: String,
+    },
+    /// A tensor does not consist of whole blocks of a type.
+    #[error("tensor `{tensor}` with rows of {columns} elements cannot be stored as {kind}")]
+    GgufType {
+        /// Name of the tensor.
+        tensor: String,
+        /// Elements of a row.
+        columns: usize,
+        /// Type of the elements.
+        kind: String,
+    },
+    /// The output file exists already.
+    #[error("{path} exists; choose another name or remove it")]
+    FileExists {
+        /// The file.
+        path: PathBuf,
+    },
     /// The requested tensor does not exist.
     #[error("{path} holds no tensor `{tensor}`")]
     NoSuchTensor {
@@ -370,6 +402,7 @@ impl CheckpointError {
                 | Self::BaseModelChanged { .. }
                 | Self::Adapter { .. }
                 | Self::Header { .. }
+                | Self::Gguf { .. }
                 | Self::UnsafeName { .. }
                 | Self::Index { .. }
                 | Self::MissingWeight { .. }

@@ -48,9 +48,11 @@ mod directory;
 mod disk;
 mod error;
 mod files;
+mod gguf_export;
 mod listing;
 mod load;
 mod manifest;
+mod model_export;
 mod observer;
 mod peft;
 mod pretrained;
@@ -59,7 +61,9 @@ mod save;
 mod shard;
 mod shard_file;
 mod stored_parameter;
+mod tensor_files;
 
+pub mod gguf;
 pub mod hf;
 pub mod safetensors;
 
@@ -73,6 +77,7 @@ pub use directory::{
 pub use disk::run_on_disk;
 pub use error::{CheckpointError, CoverageError};
 pub use files::{RunLock, prepare_directory};
+pub use gguf_export::GgufExportNotes;
 pub use listing::{ListedCheckpoint, list, step_directory};
 pub use load::Checkpoint;
 pub use lockstep_plan::DType;
@@ -83,4 +88,4 @@ pub use pretrained::{ModelDirectory, checkpoint_model};
 pub use region::Region;
 pub use save::{SaveRequest, Staging, save, save_observed};
 pub use shard::{ByteSource, ShardReport, SliceBytes, TensorSlice, write_shard, write_shard_observed};
-pub use stored_parameter::StoredParameter;
+pub use stored_parameter::{RowOrder, StoredParameter};

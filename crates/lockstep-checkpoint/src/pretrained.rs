@@ -1,60 +1,38 @@
-//! Weights of a model from a Hugging Face directory or a training checkpoint, and export to Hugging Face's format.
+//! Weights of a model from a Hugging Face directory, a GGUF file or a training checkpoint.
 //!
 //! A checkpoint of a training run stores the model's `config.json` under `config.model` and the path of its tokenizer
 //! under `config.tokenizer`, so a step directory is a model directory too. The checkpoint of a fine-tuning run may hold
 //! only the trained part. The rest is then read from the base model, whose digest is checked.
 
 use std::{
-    cell::RefCell,
-    collections::BTreeMap,
     ops::Range,
     path::{Path, PathBuf},
 };
 
-use lockstep_model::{
-    Adapter, AdapterTensor, HfContent, HfImport, HfMapping, HfTensor, LoraConfig, ModelConfig,
-};
+use lockstep_model::{Adapter, HfImport, HfMapping, LoraConfig, ModelConfig};
 use lockstep_plan::DType;
 use rayon::prelude::*;
 use serde::Deserialize;
 
 use crate::{
     BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, StoredParameter, TensorKind,
-    convert::is_float,
     digest::Hasher,
-    hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport, SINGLE_FILE},
+    gguf::{EmbeddedTokenizer, model::GgufModel},
+    hf::HfCheckpoint,
     listing::list,
-    peft,
+    tensor_files::{TensorFiles, gguf_file},
 };
 
-const CONFIG_FILE: &str = "config.json";
-const TOKENIZER_FILE: &str = "tokenizer.json";
+pub(crate) const CONFIG_FILE: &str = "config.json";
+pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Default generation settings of a model.
-const GENERATION_FILE: &str = "generation_config.json";
-/// Files that published tokenizers have besides `tokenizer.json`; nothing else in their directory is copied.
-const TOKENIZER_FILES: [&str; 14] = [
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "tekken.json",
-    "qwen.tiktoken",
-];
-
+pub(crate) const GENERATION_FILE: &str = "generation_config.json";
 /// Directory that holds a model.
 #[derive(Debug)]
 pub struct ModelDirectory {
-    path: PathBuf,
-    config: ModelConfig,
-    weights: Weights,
+    pub(crate) path: PathBuf,
+    pub(crate) config: ModelConfig,
+    pub(crate) weights: Weights,
 }
 
 /// Selection of parameters by canonical name.
@@ -63,9 +41,9 @@ type Selection<'s> = &'s dyn Fn(&str) -> bool;
 type Sink<'s, E> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), E>;
 
 #[derive(Debug)]
-enum Weights {
-    HuggingFace {
-        files: HfCheckpoint,
+pub(crate) enum Weights {
+    Files {
+        files: TensorFiles,
         import: HfImport,
     },
     Checkpoint(Box<Checkpoint>),
@@ -77,7 +55,7 @@ enum Weights {
 }
 
 #[derive(Debug)]
-enum Trained {
+pub(crate) enum Trained {
     /// Checkpoint of a fine-tuning run.
     Checkpoint {
         checkpoint: Box<Checkpoint>,
@@ -128,8 +106,8 @@ fn add_product(config: &LoraConfig, a: &[f32], b: &[f32], weight: &mut [f32]) {
 }
 
 impl ModelDirectory {
-    /// Opens a Hugging Face directory (`config.json` and safetensors) or a `step-...` directory of a run. Checks that
-    /// its tensors are those of its configuration.
+    /// Opens a Hugging Face directory (`config.json` and safetensors), a `step-...` directory of a run, a GGUF file, or a directory
+    /// with one. Checks that its tensors are those of its configuration.
     ///
     /// # Errors
     /// If a file is missing or damaged, or the tensors do not fit the configuration.
@@ -138,6 +116,10 @@ impl ModelDirectory {
         if dir.join(MANIFEST_FILE).is_file() {
             return Self::of_checkpoint(Checkpoint::open(dir)?);
         }
+        if let Some(file) = gguf_file(dir)? {
+            let (model, config) = GgufModel::open(&file)?;
+            return Self::of_files(file, config, TensorFiles::Gguf(Box::new(model)));
+        }
         let config_file = dir.join(CONFIG_FILE);
         if !config_file.is_file()
             && let Some(newest) = list(dir).ok().and_then(|mut found| found.pop())
@@ -145,15 +127,15 @@ impl ModelDirectory {
             return Err(CheckpointError::ParentDirectory { path, newest: newest.path });
         }
         let config = ModelConfig::from_file(&config_file)?;
-        let files = HfCheckpoint::open(dir)?;
-        let found: Vec<(String, Vec<usize>)> = files
-            .names()
-            .map(|name| Ok((name.to_owned(), files.tensor(name)?.shape.to_vec())))
-            .collect::<Result<_, CheckpointError>>()?;
+        Self::of_files(path, config, TensorFiles::HuggingFace(HfCheckpoint::open(dir)?))
+    }
+
+    fn of_files(path: PathBuf, config: ModelConfig, files: TensorFiles) -> Result<Self, CheckpointError> {
+        let found = files.shapes()?;
         let import = HfMapping::new(&config)
             .match_checkpoint(found.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())))
             .map_err(|source| CheckpointError::DoesNotFit { dir: path.clone(), source })?;
-        Ok(Self { path, config, weights: Weights::HuggingFace { files, import } })
+        Ok(Self { path, config, weights: Weights::Files { files, import } })
     }
 
     /// Opens the model of a checkpoint. If the checkpoint holds only what a fine-tuning run trained, also opens the
@@ -210,10 +192,28 @@ impl ModelDirectory {
                 checkpoint.manifest().config.get("tokenizer")?.as_str().map(str::to_owned)
             }
             Weights::Tuned { base, .. } => base.tokenizer(),
-            Weights::HuggingFace { .. } => {
-                let file = self.path.join(TOKENIZER_FILE);
+            Weights::Files { files, .. } => {
+                let file = if files.has_companions() {
+                    self.path.join(TOKENIZER_FILE)
+                } else {
+                    self.path.with_file_name(TOKENIZER_FILE)
+                };
                 file.is_file().then(|| file.display().to_string())
             }
+        }
+    }
+
+    /// Returns the tokenizer inside the model's file; `None` if there is none, and if a `tokenizer.json` lies beside it.
+    ///
+    /// # Errors
+    /// If the tokenizer is damaged or of an unsupported kind.
+    pub fn embedded_tokenizer(&self) -> Result<Option<EmbeddedTokenizer>, CheckpointError> {
+        match &self.weights {
+            Weights::Files { files: TensorFiles::Gguf(model), .. } if self.tokenizer().is_none() => {
+                model.tokenizer()
+            }
+            Weights::Tuned { base, trained: Trained::Peft(_) } => base.embedded_tokenizer(),
+            _ => Ok(None),
         }
     }
 
@@ -224,14 +224,15 @@ impl ModelDirectory {
             | Weights::Tuned { trained: Trained::Checkpoint { checkpoint, .. }, .. } => {
                 checkpoint.manifest().config.get("has_chats").is_some_and(|said| said == true)
             }
-            Weights::Tuned { .. } | Weights::HuggingFace { .. } => false,
+            Weights::Tuned { .. } | Weights::Files { .. } => false,
         }
     }
 
     /// Returns the path of the `generation_config.json` beside the weights, or else beside the tokenizer.
     pub fn generation_config(&self) -> Option<PathBuf> {
         let beside_weights = match &self.weights {
-            Weights::HuggingFace { .. } => Some(self.path.join(GENERATION_FILE)),
+            Weights::Files { files, .. } if files.has_companions() => Some(self.path.join(GENERATION_FILE)),
+            Weights::Files { .. } => None,
             Weights::Tuned { base, .. } => base.generation_config(),
             Weights::Checkpoint(_) => None,
         };
@@ -240,28 +241,15 @@ impl ModelDirectory {
     }
 
     /// Returns the directory of the tokenizer's files; `None` for the byte tokenizer.
-    fn tokenizer_directory(&self) -> Option<PathBuf> {
+    pub(crate) fn tokenizer_directory(&self) -> Option<PathBuf> {
         let beside = |name: String| Some(Path::new(&name).parent()?.to_owned());
         match (self.tokenizer(), &self.weights) {
             (Some(name), _) if name == "bytes" => None,
             (Some(name), _) => beside(name),
             // The directory may hold tokenizer files that are not read here but that transformers needs.
-            (None, Weights::HuggingFace { .. }) => Some(self.path.clone()),
+            (None, Weights::Files { files, .. }) if files.has_companions() => Some(self.path.clone()),
             (None, _) => None,
         }
-    }
-
-    /// Returns the files that belong to the model besides weights and configuration, by name.
-    fn companions(&self) -> BTreeMap<String, PathBuf> {
-        let mut files = BTreeMap::new();
-        if let Some(dir) = self.tokenizer_directory() {
-            files.extend(TOKENIZER_FILES.map(|name| (name.to_owned(), dir.join(name))));
-        }
-        let tokenizer = self.tokenizer().filter(|name| name != "bytes");
-        files.extend(tokenizer.map(|path| (TOKENIZER_FILE.to_owned(), path.into())));
-        files.extend(self.generation_config().map(|path| (GENERATION_FILE.to_owned(), path)));
-        files.retain(|_, path| path.is_file());
-        files
     }
 
     /// Passes every parameter that owns its weights to `sink`, by canonical name, in f32.
@@ -288,31 +276,22 @@ impl ModelDirectory {
         self.visit(&selection, &mut sink)
     }
 
-    /// Returns the type of most elements of a Hugging Face directory, if it is a float type; f32 for the checkpoints of runs
-    /// and fine-tuned models.
+    /// Returns the type of most elements of a model's files, if it is a float type; bf16 if most are quantized; f32 for the checkpoints
+    /// of runs and fine-tuned models.
     pub fn stored_dtype(&self) -> DType {
-        let Weights::HuggingFace { files, .. } = &self.weights else { return DType::F32 };
-        let mut elements = BTreeMap::<_, usize>::new();
-        for tensor in files.names().filter_map(|name| files.tensor(name).ok()) {
-            if let Some(dtype) = tensor.known_dtype().filter(|&dtype| is_float(dtype)) {
-                *elements.entry(dtype).or_default() += tensor.elements();
-            }
+        match &self.weights {
+            Weights::Files { files, .. } => files.compute_dtype(),
+            Weights::Checkpoint(_) | Weights::Tuned { .. } => DType::F32,
         }
-        elements.into_iter().max_by_key(|&(_, elements)| elements).map_or(DType::F32, |(dtype, _)| dtype)
     }
 
-    /// Returns the parameters that can be used where they are stored: those of a Hugging Face directory that are a whole
-    /// tensor in the model's layout.
+    /// Returns the parameters that can be used where they are stored: those of a model's files that are a whole tensor in the model's
+    /// layout, or rows of one.
     pub fn stored_parameters(&self) -> Vec<StoredParameter<'_>> {
-        let Weights::HuggingFace { files, import } = &self.weights else { return Vec::new() };
-        let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
-        let stored = parameters.filter_map(|places| match places {
-            [place] if place.is_whole() => {
-                Some(StoredParameter { name: &place.parameter, ..files.stored(&place.tensor)? })
-            }
-            _ => None,
-        });
-        stored.collect()
+        match &self.weights {
+            Weights::Files { files, import } => files.stored_parameters(import),
+            Weights::Checkpoint(_) | Weights::Tuned { .. } => Vec::new(),
+        }
     }
 
     /// As [`ModelDirectory::for_each_parameter`], and returns the digest of all names and values. A fine-tuning run
@@ -353,7 +332,7 @@ impl ModelDirectory {
                 }
                 Ok(())
             }
-            Weights::HuggingFace { files, import } => read_imported(files, import, is_selected, sink),
+            Weights::Files { files, import } => read_imported(files, import, is_selected, sink),
             Weights::Tuned { base, trained } => {
                 let found = base.for_each_parameter_hashed(|name, before| -> Result<(), E> {
                     if !is_selected(name) {
@@ -383,7 +362,7 @@ impl ModelDirectory {
                 base.read(name, values)?;
                 trained.tune(name, values)
             }
-            Weights::HuggingFace { files, import } => {
+            Weights::Files { files, import } => {
                 values.clear();
                 for place in import.places.iter().filter(|place| place.parameter == name) {
                     let mut stored = vec![0.0; place.tensor_shape.iter().product()];
@@ -401,7 +380,7 @@ impl ModelDirectory {
     }
 
     /// Fills `values` with a range of one parameter's elements.
-    fn read_part(
+    pub(crate) fn read_part(
         &self,
         name: &str,
         part: Range<usize>,
@@ -416,104 +395,6 @@ impl ModelDirectory {
         values.drain(..part.start);
         Ok(())
     }
-
-    /// Writes the model as a directory that `transformers` loads: `config.json`, `model.safetensors` (sharded above 5
-    /// GB), all tokenizer files including the chat template, and `generation_config.json`.
-    ///
-    /// # Errors
-    /// If a file is damaged, the base model has changed, the output directory is not empty, or the disk is full.
-    pub fn export_hf(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
-        if let Weights::Tuned { .. } = &self.weights {
-            // Parameters are read one by one below, but the digest of the base model covers all of them, so it is
-            // checked first.
-            self.for_each_parameter(|_, _| Ok::<(), CheckpointError>(()))?;
-        }
-        let mapping = HfMapping::new(&self.config);
-        let tensors = mapping.tensors().iter().map(|tensor| self.export_tensor(tensor)).collect();
-        let config = serde_json::to_string_pretty(&self.config.to_json(dtype)).unwrap_or_default() + "\n";
-        HfExport {
-            tensors,
-            dtype: Some(dtype),
-            file: SINGLE_FILE,
-            texts: BTreeMap::from([(CONFIG_FILE.to_owned(), config)]),
-            copies: self.companions(),
-            shard_bytes: DEFAULT_SHARD_BYTES,
-        }
-        .write(out)
-    }
-
-    /// Writes the adapter that a run has trained as a directory that `peft` loads.
-    ///
-    /// # Errors
-    /// If the model has no trained adapter, and as for [`ModelDirectory::export_hf`].
-    pub fn export_adapter(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
-        let Weights::Tuned { base, trained: Trained::Checkpoint { checkpoint, adapter: Some(adapter), .. } } =
-            &self.weights
-        else {
-            return Err(CheckpointError::NoAdapter { path: self.path.clone() });
-        };
-        let tensor = |tensor: &AdapterTensor| {
-            let parameters = tensor.parameters.clone();
-            let values = move |start: usize, out: &mut [f32]| -> Result<(), CheckpointError> {
-                let (mut all, mut values) = (Vec::new(), Vec::new());
-                for (name, _) in &parameters {
-                    read_whole(checkpoint, name, &mut values)?;
-                    all.extend_from_slice(&values);
-                }
-                out.copy_from_slice(&all[start..start + out.len()]);
-                Ok(())
-            };
-            ExportTensor {
-                name: format!("{}{}", peft::PREFIX, tensor.name),
-                shape: tensor.shape.clone(),
-                data: ExportData::Values(Box::new(values)),
-            }
-        };
-        let config = peft::config_text(adapter, &self.config, &base.path);
-        HfExport {
-            tensors: adapter.tensors().iter().map(tensor).collect(),
-            dtype: Some(dtype),
-            file: peft::WEIGHTS_FILE,
-            texts: BTreeMap::from([(peft::CONFIG_FILE.to_owned(), config)]),
-            copies: BTreeMap::new(),
-            shard_bytes: u64::MAX,
-        }
-        .write(out)
-    }
-
-    fn export_tensor<'a>(&'a self, tensor: &'a HfTensor) -> ExportTensor<'a> {
-        let elements: usize = tensor.shape.iter().product();
-        // The writer requests a tensor piece by piece, in order; it is assembled at the first piece.
-        let assembled = RefCell::new(Vec::new());
-        let values = move |start: usize, out: &mut [f32]| -> Result<(), CheckpointError> {
-            let mut assembled = assembled.borrow_mut();
-            if start == 0 {
-                *assembled = self.assemble(tensor, elements)?;
-            }
-            out.copy_from_slice(&assembled[start..start + out.len()]);
-            if start + out.len() == elements {
-                *assembled = Vec::new();
-            }
-            Ok(())
-        };
-        ExportTensor {
-            name: tensor.name.clone(),
-            shape: tensor.shape.clone(),
-            data: ExportData::Values(Box::new(values)),
-        }
-    }
-
-    fn assemble(&self, tensor: &HfTensor, elements: usize) -> Result<Vec<f32>, CheckpointError> {
-        let mut stored = vec![0.0; elements];
-        if let HfContent::Parameters(places) = &tensor.content {
-            let mut values = Vec::new();
-            for place in places {
-                self.read_part(&place.parameter, place.part(), &mut values)?;
-                place.write(&values, &mut stored)?;
-            }
-        }
-        Ok(stored)
-    }
 }
 
 /// Returns the adapter of a checkpoint; `None` if its run trained none.
@@ -527,13 +408,17 @@ fn adapter_of(checkpoint: &Checkpoint, model: &ModelConfig) -> Result<Option<Ada
     Ok(Some(Adapter::new(config, model)?))
 }
 
-fn read_whole(checkpoint: &Checkpoint, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+pub(crate) fn read_whole(
+    checkpoint: &Checkpoint,
+    name: &str,
+    values: &mut Vec<f32>,
+) -> Result<(), CheckpointError> {
     values.resize(checkpoint.tensor(name, &TensorKind::Parameter)?.elements(), 0.0);
     checkpoint.read(name, &TensorKind::Parameter, 0, values)
 }
 
 fn read_imported<E: From<CheckpointError>>(
-    files: &HfCheckpoint,
+    files: &TensorFiles,
     import: &HfImport,
     is_selected: Selection<'_>,
     sink: Sink<'_, E>,
@@ -558,16 +443,14 @@ fn read_imported<E: From<CheckpointError>>(
         }
     }
     for (tensor, place) in &import.tied_copies {
-        if files.tensor(tensor)?.bytes != files.tensor(&place.tensor)?.bytes {
+        if !files.are_same(tensor, &place.tensor)? {
             let problem =
                 CheckpointError::TiedTensorsDiffer { tensor: tensor.clone(), tied_to: place.tensor.clone() };
             return Err(problem.into());
         }
     }
     for tensor in &import.zeros {
-        let found = files.tensor(tensor)?;
-        HfImport::require_zeros(tensor, found.bytes.len() / found.elements().max(1), found.bytes)
-            .map_err(CheckpointError::from)?;
+        files.require_zeros(tensor)?;
     }
     Ok(())
 }

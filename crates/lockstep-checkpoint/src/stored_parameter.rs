@@ -2,19 +2,59 @@
 
 use std::path::Path;
 
-use lockstep_plan::DType;
+use crate::gguf::StoredElements;
 
-/// A parameter whose elements are stored in a file in the model's order.
+/// A parameter whose elements are stored in a file in a form that kernels read.
 #[derive(Debug, Clone)]
 pub struct StoredParameter<'a> {
     /// Canonical name.
     pub name: &'a str,
-    /// The safetensors file.
+    /// The file.
     pub file: &'a Path,
     /// Byte of the file at which the first element lies.
     pub offset: usize,
-    /// Type of the elements.
-    pub dtype: DType,
+    /// Storage of the elements.
+    pub stored: StoredElements,
+    /// Order of the rows.
+    pub order: RowOrder,
     /// Number of elements.
     pub elements: usize,
+}
+
+/// Order of the rows of a stored matrix, relative to the parameter's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowOrder {
+    /// The same.
+    Same,
+    /// The two halves of each head are stored in alternate rows: GGUF files of the architecture `llama`.
+    InterleavedHeads {
+        /// Rows of a head.
+        head_dim: usize,
+    },
+}
+
+impl RowOrder {
+    /// Returns the stored row that holds row `row` of the parameter.
+    pub fn stored_row(self, row: usize) -> usize {
+        match self {
+            Self::Same => row,
+            Self::InterleavedHeads { head_dim } => {
+                let (head, place) = (row / head_dim, row % head_dim);
+                let (half, pair) = (place / (head_dim / 2), place % (head_dim / 2));
+                head * head_dim + 2 * pair + half
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_halves_of_a_head_are_stored_in_alternate_rows() {
+        let order = RowOrder::InterleavedHeads { head_dim: 6 };
+        let stored: Vec<usize> = (0..12).map(|row| order.stored_row(row)).collect();
+        assert_eq!(stored, [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]);
+    }
 }

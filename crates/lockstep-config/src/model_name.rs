@@ -70,6 +70,9 @@ pub fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
     if file.exists() {
         return Ok(ModelConfig::from_file(&file)?);
     }
+    if directory.is_file() {
+        return Ok(ModelDirectory::open(directory)?.config().clone());
+    }
     match list(directory.parent().unwrap_or(directory)) {
         Ok(listed) if listed.iter().any(|listed| listed.path == directory) => {
             Ok(ModelDirectory::open(directory)?.config().clone())
@@ -127,8 +130,9 @@ fn of_file(path: &Path, directory: &Path) -> Result<NamedModel, Error> {
         return Ok(NamedModel::Directory(directory.to_owned()));
     }
     let what = match path.extension().and_then(|extension| extension.to_str()) {
-        Some("gguf" | "bin" | "pt" | "pth" | "ckpt") => {
-            "is not read; give a directory with config.json and safetensors files"
+        Some("gguf") => return Ok(NamedModel::Directory(path.to_owned())),
+        Some("bin" | "pt" | "pth" | "ckpt") => {
+            "is not read; give a directory with config.json and safetensors files, or a GGUF file"
         }
         _ => "is a file; give the directory of a model",
     };
@@ -242,7 +246,7 @@ mod tests {
     #[test]
     fn a_name_that_nothing_has_says_what_to_do() {
         let temporary = tempfile::tempdir().unwrap();
-        let weights = temporary.path().join("model.gguf");
+        let weights = temporary.path().join("model.bin");
         fs::write(&weights, "x").unwrap();
         for (name, part) in [
             ("org/none", "`hf download org/none`"),

@@ -5,7 +5,7 @@
 
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::ParameterId;
-use lockstep_tensor::{View, Write};
+use lockstep_tensor::{Matrix, View, Write};
 
 use crate::{Gradients, Weights};
 
@@ -22,6 +22,10 @@ pub struct UnitParameters<'a> {
 impl Parameters for UnitParameters<'_> {
     fn weight(&self, index: ParameterIndex) -> View<'_> {
         self.weights.view(self.ids[index.0])
+    }
+
+    fn matrix(&self, index: ParameterIndex) -> Matrix<'_> {
+        self.weights.matrix(self.ids[index.0])
     }
 
     fn exact(&self, index: ParameterIndex) -> View<'_> {

@@ -4,7 +4,7 @@
 //! or from the pool.
 
 use lockstep_plan::ParameterId;
-use lockstep_tensor::{Kernels, View};
+use lockstep_tensor::{Kernels, Matrix, View};
 
 use crate::EngineError;
 use crate::parameter_pool::ParameterPool;
@@ -46,19 +46,34 @@ pub struct Weights<'a> {
     /// exactly.
     pub exact: Option<&'a StateStore>,
     /// Weights that are read where a file holds them, by [`ParameterId`]; parameters without one are in a store. May be empty.
-    pub in_place: &'a [Option<View<'a>>],
+    pub in_place: &'a [Option<Matrix<'a>>],
 }
 
 impl<'a> Weights<'a> {
     /// Returns the weights of a store, but for those that are read in place, which are given by [`ParameterId`].
-    pub fn with_in_place(store: &'a StateStore, in_place: &'a [Option<View<'a>>]) -> Self {
+    pub fn with_in_place(store: &'a StateStore, in_place: &'a [Option<Matrix<'a>>]) -> Self {
         Self { in_place, ..store.into() }
     }
 
+    /// Returns the unsharded weights of a parameter, which may be quantized.
+    pub(crate) fn matrix(&self, id: ParameterId) -> Matrix<'a> {
+        match self.in_place.get(id.0) {
+            Some(Some(matrix)) => *matrix,
+            _ => Matrix::Dense(self.view(id)),
+        }
+    }
+
     /// Returns the unsharded weights of a parameter.
+    ///
+    /// # Panics
+    /// If the weights are quantized: the operation that reads them can only read numbers.
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
-        if let Some(Some(view)) = self.in_place.get(id.0) {
-            return *view;
+        match self.in_place.get(id.0) {
+            Some(Some(Matrix::Dense(view))) => return *view,
+            Some(Some(Matrix::Blocks(blocks))) => {
+                panic!("parameter {} is {}, but its operation reads numbers", id.0, blocks.format())
+            }
+            _ => {}
         }
         let find = |store: &'a StateStore| Some((store, store.span_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));

@@ -4,7 +4,10 @@
 use std::cell::Cell;
 
 use lockstep_plan::DType;
-use lockstep_tensor::{Buffer, Dropout, Kernels, PagedCache, Tensor, TokenPositions, View, Write};
+use lockstep_tensor::{
+    BlockGemm, Buffer, Dropout, Gemm, GemmLayout, Kernels, Matrix, PagedCache, Tensor, TokenPositions, View,
+    Write,
+};
 
 use crate::{
     block::{DropoutSite, ParameterIndex, TokenRange, Value, ValueInfo},
@@ -21,6 +24,10 @@ use crate::{
 pub trait Parameters {
     /// Returns the weight that kernels read, in the dtype the program was recorded for.
     fn weight(&self, index: ParameterIndex) -> View<'_>;
+    /// Returns the weight of a product or a lookup, which may be quantized; such a weight has no [`Parameters::weight`].
+    fn matrix(&self, index: ParameterIndex) -> Matrix<'_> {
+        Matrix::Dense(self.weight(index))
+    }
     /// Returns the weight in the highest precision available.
     fn exact(&self, index: ParameterIndex) -> View<'_> {
         self.weight(index)
@@ -184,6 +191,29 @@ impl<'a> Run<'a> {
     /// Returns this rank's shard of a weight, in the dtype that kernels read.
     pub fn weight(&self, index: ParameterIndex) -> View<'a> {
         self.replay.parameters.weight(index)
+    }
+
+    /// Returns this rank's shard of a weight that is multiplied or looked up, which may be quantized.
+    pub fn matrix(&self, index: ParameterIndex) -> Matrix<'a> {
+        self.replay.parameters.matrix(index)
+    }
+
+    /// Computes `y = x Wᵀ (+ bias)`, which is a part of a product of `rows` rows.
+    pub(crate) fn multiply(
+        &self,
+        x: View<'_>,
+        weight: ParameterIndex,
+        bias: Option<View<'_>>,
+        y: View<'_>,
+        rows: usize,
+    ) {
+        match self.matrix(weight) {
+            Matrix::Dense(b) => {
+                let (layout, write) = (GemmLayout::NT, Write::Overwrite);
+                self.queue().gemm_rows(Gemm { layout, a: x, b, c: y, bias, write }, rows);
+            }
+            Matrix::Blocks(b) => self.queue().block_gemm(BlockGemm { a: x, b, c: y, bias }),
+        }
     }
 
     /// Returns this rank's shard of a weight in the highest precision that is kept.

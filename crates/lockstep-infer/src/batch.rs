@@ -119,7 +119,7 @@ impl<'m> Batch<'m> {
         let mut chunks = prompt.chunks(CHUNK).peekable();
         while let Some(ids) = chunks.next() {
             let wants_logits = chunks.peek().is_none();
-            self.read(&[NewTokens { sequence, ids, wants_logits }])?;
+            let _ = self.read(&[NewTokens { sequence, ids, wants_logits }])?;
         }
         if prompt.is_empty() { Err(InferError::EmptyPrompt) } else { Ok(&self.logits) }
     }

@@ -45,6 +45,14 @@ pub enum InferError {
         /// Size of the model's vocabulary.
         vocab_size: usize,
     },
+    /// The tokenizer in the model's file is damaged or not supported.
+    #[error("{problem}")]
+    EmbeddedTokenizer {
+        /// The model's file.
+        model: String,
+        /// Description of the problem, with the file.
+        problem: String,
+    },
     /// The prompt has no tokens.
     #[error("the prompt is empty and the tokenizer has no token to begin with")]
     EmptyPrompt,

@@ -6,7 +6,7 @@ use lockstep_engine::{UnitParameters, Weights};
 use lockstep_graph::{Batch as Inputs, Replay};
 use lockstep_model::{HeadOutput, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory};
-use lockstep_tensor::{Buffer, PagedCache, Tensor, TensorError, View};
+use lockstep_tensor::{Buffer, Matrix, PagedCache, Tensor, TensorError, View};
 
 use crate::{
     InferError, LoadedModel,
@@ -20,7 +20,7 @@ const KEPT_RECORDINGS: usize = 48;
 pub(crate) struct Forward<'m> {
     model: &'m LoadedModel,
     /// Weights that stay in the model's files.
-    in_place: Vec<Option<View<'m>>>,
+    in_place: Vec<Option<Matrix<'m>>>,
     /// Programs by number of rows.
     recorded: BTreeMap<usize, RecordedModel>,
     constants: Vec<Tensor>,

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_checkpoint::ModelDirectory;
+use lockstep_checkpoint::{ModelDirectory, gguf::EmbeddedTokenizer};
 use lockstep_data::Tokenizer;
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
@@ -28,14 +28,36 @@ pub struct LoadedModel {
     pub(crate) dtype: DType,
     pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
-    tokenizer: Option<String>,
+    tokenizer: TokenizerSource,
     generation: Option<PathBuf>,
     has_chats: bool,
     name: String,
 }
 
+/// Source of a model's tokenizer. It is read on request, since a model can be run without one.
+enum TokenizerSource {
+    /// A file, or `bytes`.
+    Named(String),
+    /// The model's own file.
+    Embedded(EmbeddedTokenizer),
+    /// The tokenizer in the model's file is not supported.
+    Refused(String),
+    None,
+}
+
+impl TokenizerSource {
+    fn of(directory: &ModelDirectory) -> Self {
+        match (directory.tokenizer(), directory.embedded_tokenizer()) {
+            (Some(name), _) => Self::Named(name),
+            (None, Ok(Some(tokenizer))) => Self::Embedded(tokenizer),
+            (None, Ok(None)) => Self::None,
+            (None, Err(error)) => Self::Refused(error.to_string()),
+        }
+    }
+}
+
 impl LoadedModel {
-    /// Loads a Hugging Face directory or a checkpoint of a run, in the type of its files, to run on `threads` threads.
+    /// Loads a Hugging Face directory, a GGUF file or a checkpoint of a run, in the type of its files, to run on `threads` threads.
     ///
     /// # Errors
     /// If a file is missing, damaged or does not fit the model, or if memory runs out.
@@ -59,7 +81,7 @@ impl LoadedModel {
         // A token's logits must not depend on the tokens that are computed with it.
         queue.set_summation(Summation::ByDepth);
         let name = directory.path().display().to_string();
-        let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
+        let (tokenizer, generation) = (TokenizerSource::of(directory), directory.generation_config());
         let has_chats = directory.has_chats();
         Ok(Self { config, weights, dtype, arena, queue, tokenizer, generation, has_chats, name })
     }
@@ -76,7 +98,7 @@ impl LoadedModel {
 
     /// Returns the bytes of weights that stay in their files, and of those that were converted into memory.
     pub fn weight_bytes(&self) -> [usize; 2] {
-        [self.weights.in_place_bytes, self.weights.converted.len_bytes()]
+        [self.weights.in_place_bytes, self.weights.converted_bytes()]
     }
 
     /// Returns the model's configuration, without dropout.
@@ -103,12 +125,22 @@ impl LoadedModel {
     /// If there is no tokenizer, or it cannot be loaded or does not fit the vocabulary.
     pub fn tokenizer(&self) -> Result<Tokenizer, InferError> {
         let vocab_size = self.config.vocab_size();
-        let name = match &self.tokenizer {
-            Some(name) => name.as_str(),
-            None if (256..=259).contains(&vocab_size) => "bytes",
-            None => return Err(InferError::NoTokenizer { model: self.name.clone(), vocab_size }),
+        let tokenizer = match &self.tokenizer {
+            TokenizerSource::Named(name) => Tokenizer::load(name)?,
+            TokenizerSource::Embedded(EmbeddedTokenizer { tokenizer_json, config_json }) => {
+                let path = Path::new(&self.name);
+                Tokenizer::from_json(tokenizer_json.as_bytes(), path)?
+                    .with_config(config_json.as_bytes(), path)?
+            }
+            TokenizerSource::Refused(problem) => {
+                let (model, problem) = (self.name.clone(), problem.clone());
+                return Err(InferError::EmbeddedTokenizer { model, problem });
+            }
+            TokenizerSource::None if (256..=259).contains(&vocab_size) => Tokenizer::Bytes,
+            TokenizerSource::None => {
+                return Err(InferError::NoTokenizer { model: self.name.clone(), vocab_size });
+            }
         };
-        let tokenizer = Tokenizer::load(name)?;
         tokenizer.fits(vocab_size)?;
         Ok(tokenizer)
     }

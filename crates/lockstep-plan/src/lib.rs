@@ -9,6 +9,7 @@
 //! - [`Share`]: a rank's shard of a parameter under tensor and expert parallelism.
 //! - [`ZeroStage`]: the model state that is sharded over data-parallel ranks.
 //! - [`QuantizedType`]: small integers for quantized collectives of weights and gradients.
+//! - [`BlockFormat`]: block-quantized weights of GGUF files, encoded and decoded.
 //! - [`gathering`]: schedule of parameter all-gathers (ZeRO stage 3), and the memory for unsharded parameters.
 //! - [`ContextPlace`]: split of each sequence over context-parallel ranks.
 //! - [`Mesh`]: coordinates of ranks, and the groups along any axes, with a second view for experts.
@@ -21,6 +22,7 @@
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
 #![forbid(unsafe_code)]
 
+pub mod block_format;
 mod context;
 mod dtype;
 pub mod exact;
@@ -45,6 +47,7 @@ pub mod work;
 mod wrap;
 mod zero;
 
+pub use block_format::BlockFormat;
 pub use context::{ContextMethod, ContextPlace};
 pub use dtype::DType;
 pub use memory::{

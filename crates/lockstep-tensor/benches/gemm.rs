@@ -5,9 +5,10 @@
 #![expect(missing_docs, reason = "the function that criterion's macro makes has none")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use lockstep_plan::{DType, MemoryCategory};
+use lockstep_plan::{BlockFormat, DType, MemoryCategory};
 use lockstep_tensor::{
-    Arena, CopyKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, Queue, Summation, Tensor, Write,
+    Arena, BlockGemm, BlockKernels, BlockMatrix, CopyKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, Queue,
+    Summation, Tensor, Write,
 };
 
 const THREADS: usize = 2;
@@ -96,5 +97,38 @@ fn few_rows(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, gemm, few_rows);
+/// Products of few rows with quantized weights in memory, and of many rows. Throughput counts bytes of quantized weights.
+fn quantized_weights(criterion: &mut Criterion) {
+    let arena = Arena::new();
+    let mut queue = CpuQueue::new(THREADS, &arena).expect("threads for a bench");
+    queue.set_summation(Summation::ByDepth);
+    let (outputs, inputs) = (4096, 11_008);
+    for (dtype, format) in BlockFormat::ALL
+        .map(|format| (DType::BF16, format))
+        .into_iter()
+        .chain([(DType::F32, BlockFormat::Q8_0)])
+    {
+        let elements = outputs * inputs;
+        let values: Vec<f32> = (0..elements).map(|i| ((i * 7919) % 1009) as f32 / 505.0 - 1.0).collect();
+        let mut bytes = vec![0; format.bytes(elements).expect("whole blocks")];
+        format.quantize(&values, &mut bytes);
+        let category = MemoryCategory::Activations;
+        let bytes = Tensor::from_slice(&arena, [bytes.len()], &bytes, category).expect("memory for a bench");
+        let b = BlockMatrix::new(format, bytes.view(), [outputs, inputs]);
+        for rows in [1, 8, 512] {
+            let x = matrix(&arena, &queue, dtype, [rows, inputs]);
+            let y = matrix(&arena, &queue, dtype, [rows, outputs]);
+            let kind = if rows > 8 { "many rows" } else { "few rows" };
+            let name =
+                format!("{kind}, {format} as {dtype} at {}, {rows} x {outputs} x {inputs}", queue.level());
+            let mut group = criterion.benchmark_group(name);
+            group.throughput(Throughput::Bytes(bytes.view().elements() as u64));
+            let gemm = BlockGemm { a: x.view(), b, c: y.view(), bias: None };
+            group.bench_function("block_gemm", |bencher| bencher.iter(|| queue.block_gemm(gemm)));
+            group.finish();
+        }
+    }
+}
+
+criterion_group!(benches, gemm, few_rows, quantized_weights);
 criterion_main!(benches);

@@ -53,7 +53,20 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// Fuzz targets, one for each parser of input that others may have written.
-pub const TARGETS: [Target; 23] = [
+pub const TARGETS: [Target; 24] = [
+    Target {
+        name: "gguf_file",
+        parse: targets::gguf_file,
+        seeds: seeds::gguf,
+        words: &[
+            "GGUF",
+            "general.alignment",
+            "general.architecture",
+            "llama",
+            "tokenizer.ggml.tokens",
+            "\0\0\0\0",
+        ],
+    },
     Target { name: "frames", parse: targets::frames, seeds: seeds::frames, words: &[] },
     Target {
         name: "safetensors_header",

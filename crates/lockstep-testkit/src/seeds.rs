@@ -20,6 +20,42 @@ pub fn safetensors() -> Vec<Vec<u8>> {
     vec![safetensors_file("{}", 0), safetensors_file(two, 22), safetensors_file(odd, 10)]
 }
 
+/// Returns whole GGUF files: an empty one, and one with metadata of several types, a quantized and a dense tensor.
+pub fn gguf() -> Vec<Vec<u8>> {
+    let text = |out: &mut Vec<u8>, text: &str| {
+        out.extend((text.len() as u64).to_le_bytes());
+        out.extend(text.as_bytes());
+    };
+    let begin = |tensors: u64, pairs: u64| {
+        let mut out = b"GGUF".to_vec();
+        out.extend(3_u32.to_le_bytes());
+        out.extend(tensors.to_le_bytes());
+        out.extend(pairs.to_le_bytes());
+        out
+    };
+    let mut file = begin(2, 3);
+    text(&mut file, "general.architecture");
+    file.extend(8_u32.to_le_bytes());
+    text(&mut file, "llama");
+    text(&mut file, "general.alignment");
+    file.extend([4_u32, 32].iter().flat_map(|word| word.to_le_bytes()));
+    text(&mut file, "tokenizer.ggml.tokens");
+    file.extend([9_u32, 8, 2, 0].iter().flat_map(|word| word.to_le_bytes()));
+    text(&mut file, "a");
+    text(&mut file, "bc");
+    for (name, dims, kind, offset) in
+        [("a.weight", &[32_u64, 2][..], 8_u32, 0_u64), ("b.weight", &[3], 0, 96)]
+    {
+        text(&mut file, name);
+        file.extend((dims.len() as u32).to_le_bytes());
+        file.extend(dims.iter().flat_map(|dim| dim.to_le_bytes()));
+        file.extend(kind.to_le_bytes());
+        file.extend(offset.to_le_bytes());
+    }
+    file.resize(file.len().next_multiple_of(32) + 96 + 12, 1);
+    vec![begin(0, 0), file]
+}
+
 /// Returns frames as ranks exchange them.
 pub fn frames() -> Vec<Vec<u8>> {
     vec![Vec::new(), lockstep_comm::sample_frames()]

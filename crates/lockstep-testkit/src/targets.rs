@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::Path;
 
+use lockstep_checkpoint::gguf::parse_gguf;
 use lockstep_checkpoint::safetensors::parse_header;
 use lockstep_checkpoint::{Digest, Manifest, parse_adapter_config};
 use lockstep_config::RunConfig;
@@ -38,6 +39,38 @@ pub fn safetensors_header(bytes: &[u8]) -> Verdict {
         for tensor in header.tensors() {
             assert_eq!(header.tensor(&tensor.name), Some(tensor), "found by its name");
         }
+    }
+    (&header).into()
+}
+
+/// Parses a whole GGUF file. The tensors of an accepted file must lie in it, without common bytes.
+///
+/// # Panics
+/// If a tensor lies outside, or two share a byte.
+pub fn gguf_file(bytes: &[u8]) -> Verdict {
+    let header = parse_gguf(bytes);
+    if let Ok(header) = &header {
+        let mut ranges: Vec<_> =
+            header.tensors().iter().map(|tensor| (tensor.offset, tensor.offset + tensor.bytes)).collect();
+        ranges.retain(|(start, end)| start < end);
+        ranges.sort_unstable();
+        assert!(ranges.iter().all(|(_, end)| *end <= bytes.len()), "{ranges:?} of {} bytes", bytes.len());
+        assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{ranges:?}");
+        for tensor in header.tensors() {
+            let rows: usize = tensor.shape.iter().rev().skip(1).product();
+            let row = tensor.stored.row_bytes(tensor.shape.last().copied().unwrap_or(1));
+            assert_eq!(row.map(|row| row * rows), Some(tensor.bytes), "{tensor:?}");
+            assert_eq!(header.tensor(&tensor.name), Some(tensor), "found by its name");
+        }
+        let strings = header.metadata.keys().filter_map(|key| header.metadata.strings(key, bytes));
+        assert!(strings.flatten().all(|strings| strings.len() <= bytes.len()), "more strings than bytes");
+        assert!(
+            header
+                .metadata
+                .keys()
+                .filter_map(|key| header.metadata.numbers(key, bytes))
+                .all(|all| all.len() <= bytes.len())
+        );
     }
     (&header).into()
 }

@@ -33,6 +33,11 @@ fn survives(name: &str, mutants: u64) {
 }
 
 #[test]
+fn tensors_of_any_gguf_file_lie_in_it_or_it_is_refused() {
+    survives("gguf_file", 20_000);
+}
+
+#[test]
 fn any_safetensors_file_is_tiled_or_refused() {
     survives("safetensors_header", 20_000);
 }

@@ -5,10 +5,12 @@ use std::process::ExitCode;
 
 use clap::{Subcommand, ValueEnum};
 use lockstep_checkpoint::{
-    BaseModel, Checkpoint, DType, ModelDirectory, Region, SaveRequest, TensorKind, TensorSlice, list, save,
+    BaseModel, Checkpoint, DType, ModelDirectory, Region, SaveRequest, TensorKind, TensorSlice,
+    gguf::StoredElements, list, save,
 };
-use lockstep_config::human;
+use lockstep_config::{find_weights, human};
 use lockstep_model::parameter_records;
+use lockstep_plan::BlockFormat;
 use serde_json::json;
 
 use crate::exit::Failure;
@@ -37,13 +39,20 @@ pub(crate) enum Command {
         /// A step-NNNNNNNN directory, or a directory of several, all of which are verified
         checkpoint: PathBuf,
     },
-    /// Write a directory that transformers loads, or with --adapter one that peft loads
+    /// Write a directory that transformers loads, with --adapter one that peft loads, with --gguf a file that llama.cpp loads
     Export {
-        /// A step-NNNNNNNN directory
-        checkpoint: PathBuf,
+        /// A step-NNNNNNNN directory; with --gguf also a Hugging Face directory or a GGUF file
+        #[arg(value_name = "CHECKPOINT")]
+        checkpoint: String,
         /// The directory to write; it must not exist or be empty
-        #[arg(long)]
-        hf: PathBuf,
+        #[arg(long, required_unless_present = "gguf")]
+        hf: Option<PathBuf>,
+        /// The GGUF file to write
+        #[arg(long, value_name = "FILE", conflicts_with_all = ["hf", "adapter", "dtype"])]
+        gguf: Option<PathBuf>,
+        /// Type of the matrices in the GGUF file; vectors are f32
+        #[arg(long = "type", value_name = "TYPE", value_enum, requires = "gguf", default_value_t = GgufType::Q8_0)]
+        kind: GgufType,
         /// Write the adapter that the run has trained and not the whole model
         #[arg(long)]
         adapter: bool,
@@ -78,38 +87,107 @@ impl From<Precision> for DType {
     }
 }
 
+/// Types of the matrices in a GGUF file.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum GgufType {
+    #[value(name = "q8_0")]
+    Q8_0,
+    #[value(name = "q4_0")]
+    Q4_0,
+    #[value(name = "q4_1")]
+    Q4_1,
+    #[value(name = "q4_k")]
+    Q4K,
+    #[value(name = "q5_k")]
+    Q5K,
+    #[value(name = "q6_k")]
+    Q6K,
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<GgufType> for StoredElements {
+    fn from(kind: GgufType) -> Self {
+        match kind {
+            GgufType::Q8_0 => Self::Blocks(BlockFormat::Q8_0),
+            GgufType::Q4_0 => Self::Blocks(BlockFormat::Q4_0),
+            GgufType::Q4_1 => Self::Blocks(BlockFormat::Q4_1),
+            GgufType::Q4K => Self::Blocks(BlockFormat::Q4K),
+            GgufType::Q5K => Self::Blocks(BlockFormat::Q5K),
+            GgufType::Q6K => Self::Blocks(BlockFormat::Q6K),
+            GgufType::F32 => Self::Dense(DType::F32),
+            GgufType::Bf16 => Self::Dense(DType::BF16),
+            GgufType::F16 => Self::Dense(DType::F16),
+        }
+    }
+}
+
 pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     match command {
         Command::List { dir, json } => print_list(dir, *json)?,
         Command::Show { checkpoint, json } => show(checkpoint, *json)?,
         Command::Verify { checkpoint } => verify(checkpoint)?,
-        Command::Export { checkpoint, hf, adapter, dtype } => {
-            let checkpoint = Checkpoint::open(checkpoint)?;
-            checkpoint.verify()?;
-            let base = BaseModel::of(&checkpoint)?.map(|base| base.path);
-            let model = ModelDirectory::of_checkpoint(checkpoint)?;
-            if *adapter {
-                model.export_adapter((*dtype).into(), hf)?;
-            } else {
-                model.export_hf((*dtype).into(), hf)?;
-            }
-            say!("wrote {}", hf.display());
-            match base.filter(|base| *adapter && !base.join("config.json").exists()) {
-                Some(base) => note!(
-                    "note: peft looks for the base model in {}, a checkpoint of Lockstep's; export it with `lockstep checkpoint export {} \
-                     --hf DIR`, and write DIR into adapter_config.json (base_model_name_or_path)",
-                    base.display(),
-                    base.display()
-                ),
-                None if !*adapter && model.tokenizer().is_none_or(|name| name == "bytes") => note!(
-                    "note: there is no tokenizer in it: the model reads bytes, and the id of a byte is its value"
-                ),
-                None => {}
-            }
+        Command::Export { checkpoint, gguf: Some(gguf), kind, .. } => export_gguf(checkpoint, *kind, gguf)?,
+        Command::Export { checkpoint, hf, adapter, dtype, .. } => {
+            export_hf(
+                Path::new(checkpoint),
+                hf.as_deref().unwrap_or(Path::new("")),
+                *adapter,
+                (*dtype).into(),
+            )?;
         }
         Command::Import { hf, out } => import(hf, out)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a checkpoint, or with `adapter` what its run has trained, as a directory of Hugging Face.
+fn export_hf(checkpoint: &Path, hf: &Path, adapter: bool, dtype: DType) -> Result<(), Failure> {
+    let checkpoint = Checkpoint::open(checkpoint)?;
+    checkpoint.verify()?;
+    let base = BaseModel::of(&checkpoint)?.map(|base| base.path);
+    let model = ModelDirectory::of_checkpoint(checkpoint)?;
+    if adapter {
+        model.export_adapter(dtype, hf)?;
+    } else {
+        model.export_hf(dtype, hf)?;
+    }
+    say!("wrote {}", hf.display());
+    match base.filter(|base| adapter && !base.join("config.json").exists()) {
+        Some(base) => note!(
+            "note: peft looks for the base model in {}, a checkpoint of Lockstep's; export it with `lockstep checkpoint export {} \
+             --hf DIR`, and write DIR into adapter_config.json (base_model_name_or_path)",
+            base.display(),
+            base.display()
+        ),
+        None if !adapter && model.tokenizer().is_none_or(|name| name == "bytes") => {
+            note!(
+                "note: there is no tokenizer in it: the model reads bytes, and the id of a byte is its value"
+            );
+        }
+        None => {}
+    }
+    Ok(())
+}
+
+/// Writes a model as a GGUF file.
+fn export_gguf(model: &str, kind: GgufType, gguf: &Path) -> Result<(), Failure> {
+    let path = find_weights(model)?;
+    if path.join("manifest.json").is_file() {
+        Checkpoint::open(&path)?.verify()?;
+    }
+    let notes = ModelDirectory::open(&path)?.export_gguf(kind.into(), gguf)?;
+    say!("wrote {}", gguf.display());
+    for (kind, matrices) in notes.other_types {
+        note!(
+            "note: {matrices} matrices are {kind}: their rows are no whole blocks of the type that was asked for"
+        );
+    }
+    if notes.lacks_tokenizer {
+        note!("note: there is no tokenizer in it: the model has none beside its weights");
+    }
+    Ok(())
 }
 
 /// Verifies every byte of a checkpoint, or of each in a directory of several.

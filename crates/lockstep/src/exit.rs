@@ -83,7 +83,9 @@ impl From<CheckpointError> for Failure {
             | CheckpointError::NoAdapter { .. }
             | CheckpointError::ParentDirectory { .. }
             | CheckpointError::NoSuchCheckpoint { .. }
-            | CheckpointError::OutputExists { .. } => CONFIGURATION,
+            | CheckpointError::OutputExists { .. }
+            | CheckpointError::FileExists { .. }
+            | CheckpointError::GgufExport { .. } => CONFIGURATION,
             CheckpointError::Io { ref source, .. } => code_of_io(source),
             _ => FAILED,
         };

@@ -20,13 +20,13 @@ use crate::output::say;
 /// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
 pub(crate) struct ModelArguments {
-    /// A Hugging Face directory, a checkpoint of a run, or a repository in the cache of Hugging Face
+    /// A Hugging Face directory, a GGUF file, a checkpoint of a run, or a repository in the cache of Hugging Face
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: String,
     /// A directory with an adapter of PEFT's for the model
     #[arg(long, value_name = "DIR")]
     pub(crate) adapter: Option<PathBuf>,
-    /// Type of weights and activations; auto takes that of the files, which are then used where they lie
+    /// Type of weights and activations; auto takes that of the files, which are then used where they lie. Quantized matrices stay quantized
     #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
     dtype: DtypeChoice,
     /// Compute threads [default: all cores]

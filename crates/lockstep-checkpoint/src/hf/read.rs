@@ -11,10 +11,11 @@ use serde::Deserialize;
 
 use super::{INDEX_FILE, SINGLE_FILE};
 use crate::{
-    StoredParameter,
+    RowOrder, StoredParameter,
     convert::is_float,
     error::CheckpointError,
     files::{is_plain_name, read_limited},
+    gguf::StoredElements,
     safetensors::{SafetensorsFile, TensorRef, deserialize_unique_strings},
 };
 
@@ -109,7 +110,14 @@ impl HfCheckpoint {
         let info = shard.header().tensor(name)?;
         let dtype = shard.tensor(name).ok()?.known_dtype().filter(|&dtype| is_float(dtype))?;
         let elements = info.shape.iter().product();
-        Some(StoredParameter { name: &info.name, file: shard.path(), offset: info.offset, dtype, elements })
+        Some(StoredParameter {
+            name: &info.name,
+            file: shard.path(),
+            offset: info.offset,
+            stored: StoredElements::Dense(dtype),
+            order: RowOrder::Same,
+            elements,
+        })
     }
 
     /// Fills `out` with all values of a tensor as `f32`. `out` must have as many elements as the tensor.

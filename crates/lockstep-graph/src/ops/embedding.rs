@@ -3,7 +3,7 @@
 
 use lockstep_comm::CommError;
 use lockstep_plan::Initializer;
-use lockstep_tensor::View;
+use lockstep_tensor::{Matrix, View};
 
 #[cfg(feature = "faults")]
 use crate::faults::Fault;
@@ -101,8 +101,20 @@ impl Op for Embedding {
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
-        let table = self.numbered_rows(run.weight(self.table));
-        run.queue().embedding(self.indices(run), table, self.first_id, run.value(self.y));
+        let (indices, y) = (self.indices(run), run.value(self.y));
+        match run.matrix(self.table) {
+            Matrix::Dense(table) => {
+                run.queue().embedding(indices, self.numbered_rows(table), self.first_id, y)
+            }
+            Matrix::Blocks(table) => {
+                let first = match self.input {
+                    BatchInput::PositionsFrom { row } => row,
+                    BatchInput::Ids | BatchInput::Positions | BatchInput::Named(_) => 0,
+                };
+                let table = table.rows(first..table.shape()[0]);
+                run.queue().block_embedding(indices, table, self.first_id, y);
+            }
+        }
         Ok(())
     }
 

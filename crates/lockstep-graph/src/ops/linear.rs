@@ -159,10 +159,8 @@ impl Op for LinearOperation {
 
     fn forward_rows(&self, run: &Run<'_>, rows: Range<usize>, y: View<'_>) {
         let bias = self.bias.filter(|_| self.adds_bias).map(|bias| run.weight(bias));
-        let (x, b) = (run.value(self.x), run.weight(self.weight));
-        let (layout, write) = (GemmLayout::NT, Write::Overwrite);
-        let gemm = Gemm { layout, a: x.rows(rows), b, c: y, bias, write };
-        run.queue().gemm_rows(gemm, x.shape().as_matrix().0);
+        let x = run.value(self.x);
+        run.multiply(x.rows(rows), self.weight, bias, y, x.shape().as_matrix().0);
     }
 
     fn backward_rows(&self, run: &Run<'_>, dy: View<'_>, rows: Range<usize>, dx: View<'_>, write: Write) {

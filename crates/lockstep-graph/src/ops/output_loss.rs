@@ -242,16 +242,14 @@ impl OutputLoss {
     ) -> Result<(), CommError> {
         let Self { x, weight, bias, logits, soft_cap, split, losses } = *self;
         let bias = bias.map(|bias| run.weight(bias));
-        let (x, weight, logits) = (run.value(x), run.weight(weight), run.value(logits));
+        let (x, logits) = (run.value(x), run.value(logits));
         let labels = run.replay().batch.labels.expect("a program with a loss is given labels");
         let losses = run.flat(losses);
         let (all, step) = (losses.elements(), logits.shape().as_matrix().0);
         for start in (0..all).step_by(step) {
             let tokens = start..all.min(start + step);
             let logits = logits.rows(0..tokens.len());
-            let layout = GemmLayout::NT;
-            let (a, write) = (x.rows(tokens.clone()), Write::Overwrite);
-            run.queue().gemm(Gemm { layout, a, b: weight, c: logits, bias, write });
+            run.multiply(x.rows(tokens.clone()), weight, bias, logits, tokens.len());
             let capped = soft_cap.map(|SoftCap { bound, capped }| {
                 let (kind, capped) = (Activation::SoftCap(bound), run.value(capped).rows(0..tokens.len()));
                 run.queue().activation(kind, logits, capped);

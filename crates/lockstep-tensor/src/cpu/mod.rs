@@ -5,6 +5,7 @@
 
 mod attention;
 mod bandwidth;
+mod blocks;
 mod capacity;
 mod cast;
 mod dropout;

@@ -5,10 +5,10 @@ use std::{fmt, ops::Range, sync::Arc};
 use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
-    Activation, AdamW, Attention, AttentionVariant, AttentionWrite, BatchNorm, Conv2d, DeviceMemory, Dropout,
-    GatedActivation, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, MemoryLocation, Muon, Permutation, Pool2d,
-    RmsNorm, Rotation, Router, RouterGradients, RouterOutputs, RunningStatistics, Sgd, Shape, TokenPositions,
-    View, Write,
+    Activation, AdamW, Attention, AttentionVariant, AttentionWrite, BatchNorm, BlockGemm, BlockMatrix,
+    Conv2d, DeviceMemory, Dropout, GatedActivation, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, MemoryLocation,
+    Muon, Permutation, Pool2d, RmsNorm, Rotation, Router, RouterGradients, RouterOutputs, RunningStatistics,
+    Sgd, Shape, TokenPositions, View, Write,
 };
 
 /// The memory that a job uses.
@@ -104,6 +104,14 @@ impl Late for View<'_> {
     }
 }
 
+impl Late for BlockMatrix<'_> {
+    type Late = BlockMatrix<'static>;
+
+    fn late(self, operands: &mut Operands) -> BlockMatrix<'static> {
+        self.with_bytes(operands.take(self.bytes()))
+    }
+}
+
 impl<T: Late> Late for Option<T> {
     type Late = Option<T::Late>;
 
@@ -158,6 +166,7 @@ macro_rules! with_views {
 with_views! {
     AdamW { parameter, gradient, exp_avg, exp_avg_sq, rounded }
     Attention { document_starts, dropout, variant }
+    BlockGemm { a, b, c, bias }
     BatchNorm { x, weight, mean, rstd }
     AttentionVariant { document_ends, key_mask, alibi_slopes, sinks }
     Dropout { keys }

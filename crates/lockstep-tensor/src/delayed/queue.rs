@@ -11,12 +11,12 @@ use super::{
 };
 use crate::{
     Activation, AdamW, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels,
-    Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue, Device, DeviceMemory, Dropout,
-    ElementwiseKernels, EmbeddingKernels, Event, F32Products, GatedActivation, Gelu, Gemm, GemmKernels,
-    GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
-    PagedCache, Pending, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue,
-    RmsNorm, RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs,
-    RunningStatistics, Sgd, Summation, TensorError, TokenPositions, View, Workers, Write,
+    BlockGemm, BlockKernels, BlockMatrix, Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue,
+    Device, DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event, F32Products, GatedActivation,
+    Gelu, Gemm, GemmKernels, GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon,
+    NormKernels, OptimizerKernels, PagedCache, Pending, Permutation, PermutationKernels, Pool2d, PoolKernels,
+    QuantizationKernels, Queue, RmsNorm, RotaryKernels, Rotation, Router, RouterGradients, RouterKernels,
+    RouterOutputs, RunningStatistics, Sgd, Summation, TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -175,6 +175,10 @@ families! {
         batch_norm_backward_input(
             norm: BatchNorm<'_>, dy: View<'_>, sums: View<'_>, rows: usize, dx: View<'_>, write: Write
         );
+    }
+    BlockKernels {
+        block_gemm(gemm: BlockGemm<'_>);
+        block_embedding(ids: View<'_>, table: BlockMatrix<'_>, first_id: u32, out: View<'_>);
     }
     EmbeddingKernels {
         embedding(ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>);

@@ -9,6 +9,7 @@
 mod attention;
 mod attention_variant;
 mod batch_norm;
+mod blocks;
 mod convolution;
 mod copies;
 mod elementwise;
@@ -24,6 +25,7 @@ mod pool;
 pub use attention::{Attention, AttentionKernels, AttentionWrite, PAGE_TOKENS, PagedCache, TokenSpan};
 pub use attention_variant::{AttentionDirection, AttentionVariant, alibi_slopes, document_ends};
 pub use batch_norm::{BatchNorm, BatchNormKernels, RunningStatistics};
+pub use blocks::{BlockGemm, BlockKernels, BlockMatrix, Matrix};
 pub use convolution::{Conv2d, ConvolutionKernels, Window2d};
 pub use copies::{CopyKernels, QuantizationKernels};
 pub use elementwise::{Activation, Dropout, ElementwiseKernels, GatedActivation, Gelu, TokenPositions};
@@ -46,6 +48,7 @@ pub trait Kernels:
     + PoolKernels
     + BatchNormKernels
     + EmbeddingKernels
+    + BlockKernels
     + NormKernels
     + RotaryKernels
     + HeadKernels

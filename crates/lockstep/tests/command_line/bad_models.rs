@@ -24,6 +24,44 @@ fn safetensors(header: &str, data_bytes: usize) -> Vec<u8> {
 }
 
 #[test]
+fn gguf_files_that_are_damaged_or_hostile_are_refused_with_code_4() {
+    let workshop = Workshop::trained();
+    workshop.run(&["checkpoint", "export", "hf", "--gguf", "sound.gguf", "--type", "f16"]).succeeds();
+    let sound = workshop.read("sound.gguf");
+    let changed = |at: usize, bytes: &[u8]| {
+        let mut file = sound.clone();
+        file[at..at + bytes.len()].copy_from_slice(bytes);
+        file
+    };
+    let renamed = |from: &[u8], to: &[u8]| {
+        changed(sound.windows(from.len()).position(|window| window == from).unwrap(), to)
+    };
+    let cases: [(&str, Vec<u8>, &str); 6] = [
+        ("empty", Vec::new(), "the magic number at byte 0 claims 4 bytes"),
+        ("half of it", sound[..sound.len() / 2].to_vec(), "ends beyond the file"),
+        ("tensors without end", changed(8, &[0xff; 8]), "it claims 18446744073709551615 tensors"),
+        (
+            "another architecture",
+            renamed(b"llama", b"mamba"),
+            "its architecture is \"mamba\"; read here are llama, qwen2",
+        ),
+        ("another tensor", renamed(b"output_norm", b"outputs_nor"), "outputs_nor.weight"),
+        (
+            "another size",
+            renamed(b"llama.embedding_length", b"llama.embedding_lengtx"),
+            "`llama.embedding_length` is missing",
+        ),
+    ];
+    for (what, bytes, part) in cases {
+        println!("{what}");
+        workshop.write("broken.gguf", bytes);
+        workshop
+            .run(&["generate", "--model", "broken.gguf", "--prompt", "All"])
+            .refuses(4, &["broken.gguf", part]);
+    }
+}
+
+#[test]
 fn weights_that_are_damaged_or_hostile_are_refused_with_code_4() {
     let workshop = Workshop::trained();
     let sound = workshop.read(WEIGHTS);

@@ -20,7 +20,7 @@ use super::{
     driver, grouped,
     kernel::Portable,
     lanes::Plain,
-    problem::{Problem, problem},
+    problem::{Problem, block_problem, problem},
     units::{Single, Widened},
 };
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -28,7 +28,7 @@ use crate::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 use crate::F32Products;
 use crate::{
-    CpuQueue, Gemm, GemmKernels, GroupedGemm,
+    BlockGemm, CpuQueue, Gemm, GemmKernels, GroupedGemm,
     cpu::{operands::check_disjoint, simd::Float},
 };
 
@@ -56,6 +56,21 @@ fn gemms<'a>(queue: &CpuQueue, types: (DType, DType), gemms: impl Iterator<Item 
         (DType::F16, DType::F32) => multiply_f16::<f32>(queue, gemms.map(problem)),
         (DType::F16, DType::F16) => multiply_f16::<f16>(queue, gemms.map(problem)),
         (a, c) => panic!("no product of {a} operands into {c}"),
+    }
+}
+
+/// Computes a product with quantized weights.
+pub(in crate::cpu) fn block_gemm(queue: &CpuQueue, gemm: BlockGemm<'_>) {
+    check_disjoint(&[gemm.c], &[gemm.a, gemm.b.bytes()]);
+    gemm.bias.into_iter().for_each(|bias| check_disjoint(&[gemm.c], &[bias]));
+    let gemms = std::iter::once(gemm);
+    match (gemm.a.dtype(), gemm.c.dtype()) {
+        (DType::F32, DType::F32) => multiply_f32(queue, gemms.map(block_problem)),
+        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, gemms.map(block_problem)),
+        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, gemms.map(block_problem)),
+        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, gemms.map(block_problem)),
+        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, gemms.map(block_problem)),
+        (a, c) => panic!("no product of {a} operands and quantized weights into {c}"),
     }
 }
 

@@ -26,7 +26,6 @@ use super::{
     store::{Finish, Target, Tile, Window, scatter, store},
     task_rows::{Lookahead, TaskRows, panel},
     thin::{self, Panel, ThinRows, ThinScratch},
-    transpose::SIDE,
 };
 use crate::{
     CpuLevel, CpuQueue, Element, Summation, Write,
@@ -400,11 +399,12 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let Problem { m, k, ref a, ref b, .. } = self.problem;
         let mut buffer = context.scratch.rows();
         let mut scratch = ThinScratch::new(buffer.elements_mut());
-        let context = TaskContext { partial: Window::new(scratch.partial.as_mut_ptr(), SIDE), ..context };
+        let width = thin::width::<K::Vector>(m);
+        let context = TaskContext { partial: Window::new(scratch.partial.as_mut_ptr(), width), ..context };
         let rows = ThinRows::new::<U>(a, m, &mut scratch);
         let mut tile = Tile::zeros();
         let block_depth = blocks.depth * U::ELEMENTS;
-        for columns in thin::panels(&self.problem, index) {
+        for columns in thin::panels(&self.problem, index, width) {
             // At least once: an empty depth still sets C to the bias or to zero.
             for start in (0..k.max(1)).step_by(block_depth) {
                 let depth = start..k.min(start + block_depth);
@@ -412,7 +412,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                 // SAFETY: the queue's level has the kernel's instructions.
                 unsafe { panel.multiply::<K::Vector, U>(&rows, &mut scratch, &mut tile) };
                 let part = Chunk { rows: 0..m, columns: columns.clone(), depth, ..*self };
-                part.store::<K, U>(context, (&mut tile, SIDE), (0, columns.start), (m, columns.len()));
+                part.store::<K, U>(context, (&mut tile, width), (0, columns.start), (m, columns.len()));
             }
         }
     }

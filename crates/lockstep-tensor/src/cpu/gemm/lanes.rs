@@ -7,6 +7,8 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
+#[cfg(target_arch = "x86_64")]
+use super::decode_pairs;
 use super::{
     transpose,
     transpose::{Block, Square},
@@ -36,6 +38,21 @@ pub(in crate::cpu) trait Lanes: Copy {
     unsafe fn transpose(block: &mut Block);
     /// Transposes a square of 32-bit words into another place. The lines of the source may lie at any address.
     unsafe fn transpose_into(source: Square<*const u32>, target: Square<*mut u32>);
+    /// True if [`Lanes::decode_pairs`] can be called.
+    const DECODES_PAIRS: bool = false;
+
+    /// Decodes 32 codes of each of 16 lines to 16 units, pairs of bf16, with the scales and offsets of the lines for both halves of the
+    /// codes. Without `HAS_OFFSETS` the offsets are not read.
+    unsafe fn decode_pairs<const HAS_OFFSETS: bool>(
+        codes: &[[i8; 32]; 16],
+        scales: [&[f32; 16]; 2],
+        offsets: [&[f32; 16]; 2],
+        target: Square<*mut u32>,
+    ) {
+        let _ = (codes, scales, offsets, target);
+        unreachable!("these vectors decode no pairs")
+    }
+
     /// Writes the sums to any address.
     unsafe fn store(self, sums: *mut f32);
 
@@ -117,7 +134,7 @@ impl Lanes for Plain {
 macro_rules! vector {
     ($(#[$doc:meta])* $name:ident($vector:ty), $features:literal, $count:literal, $zero:expr, |$units:ident| $load:expr,
      |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $add:ident, $store:ident,
-     $transpose:path, $transpose_into:path) => {
+     $transpose:path, $transpose_into:path $(, $decoding:ident)?) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub(in crate::cpu) struct $name($vector);
@@ -172,6 +189,21 @@ macro_rules! vector {
                 unsafe { $transpose_into(source, target) }
             }
 
+            $(
+                const DECODES_PAIRS: bool = true;
+
+                #[inline(always)]
+                unsafe fn decode_pairs<const HAS_OFFSETS: bool>(
+                    codes: &[[i8; 32]; 16],
+                    scales: [&[f32; 16]; 2],
+                    offsets: [&[f32; 16]; 2],
+                    target: Square<*mut u32>,
+                ) {
+                    // SAFETY: the caller's promise.
+                    unsafe { $decoding::decode_pairs::<HAS_OFFSETS>(codes, scales, offsets, target) }
+                }
+            )?
+
             #[inline(always)]
             unsafe fn store(self, sums: *mut f32) {
                 // SAFETY: the caller has room for a vector of sums there.
@@ -213,7 +245,7 @@ vector!(
     |unit| _mm512_castsi512_ps(_mm512_set1_epi32(unit.cast_signed())),
     |x, y, sums| _mm512_dpbf16_ps(sums.0, bits(x.0), bits(y.0)),
     _mm512_add_ps, _mm512_storeu_ps,
-    transpose::transpose_avx512, transpose::transpose_square_avx512
+    transpose::transpose_avx512, transpose::transpose_square_avx512, decode_pairs
 );
 
 /// Casts 512 bits to the operand type of the dot product.

@@ -5,7 +5,7 @@
 //! `problem` checks the operands and `dispatch` chooses the micro-kernel. `pack` converts the three layouts and all types to panels. `kernel`, `amx` and `aarch64` hold one micro-kernel for each CPU
 //! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
 //! `convolution` multiplies images, `winograd` with fewer multiplications where it can, `weight_gradient` without packing, and `few_channels` those of a first layer. `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
-//! product for each expert of a mixture.
+//! product for each expert of a mixture. `block_lines` decodes quantized weights while they are packed.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
@@ -13,10 +13,15 @@ mod aarch64;
 mod amx;
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(super) mod amx_emulator;
+mod block_lines;
+#[cfg(test)]
+mod block_tests;
 mod blocks;
 mod convolution;
 #[cfg(test)]
 mod convolution_tests;
+#[cfg(target_arch = "x86_64")]
+mod decode_pairs;
 mod dispatch;
 mod driver;
 mod few_channels;
@@ -45,6 +50,8 @@ mod units;
 mod weight_gradient;
 mod winograd;
 
+pub(super) use block_lines::decode_line;
+pub(super) use dispatch::block_gemm;
 pub use peak::{Peak, measure_peak, measure_peak_within};
 pub(super) use scratch::Scratch;
 

@@ -3,7 +3,10 @@
 #[cfg(target_arch = "x86_64")]
 use std::ops::Range;
 
-use super::patches::{Filters, LONG_SEGMENT, Patches};
+use super::{
+    block_lines::BlockLines,
+    patches::{Filters, LONG_SEGMENT, Patches},
+};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::Float;
 
@@ -32,6 +35,8 @@ pub(super) enum Form<'a> {
     Patches(&'a Patches, Order),
     /// Filters: the depth is an element of a patch, the other index a lane.
     Filters(&'a Filters),
+    /// Lines of quantized blocks along the depth; the operand has no elements.
+    Blocks(BlockLines<'a>),
 }
 
 impl<'a, T> Operand<'a, T> {
@@ -48,6 +53,19 @@ impl<'a, T> Operand<'a, T> {
     /// Wraps the weight of a convolution.
     pub(super) fn filters(elements: &'a [T], filters: &'a Filters) -> Self {
         Self { elements, form: Form::Filters(filters) }
+    }
+
+    /// Wraps lines of quantized blocks.
+    pub(super) fn blocks(lines: BlockLines<'a>) -> Self {
+        Self { elements: &[], form: Form::Blocks(lines) }
+    }
+
+    /// Returns the lines of quantized blocks; `None` of a matrix of numbers.
+    pub(super) fn block_lines(&self) -> Option<BlockLines<'a>> {
+        match self.form {
+            Form::Blocks(lines) => Some(lines),
+            _ => None,
+        }
     }
 
     /// Returns true if the matrix is stored, and its lines are contiguous along the depth.
@@ -103,6 +121,7 @@ impl<T: Float> Operand<'_, T> {
                 span.filter(|span| span.len > 0).map_or(T::zeroed(), |span| self.elements[span.start])
             }
             Form::Filters(filters) => self.elements[filters.at(depth).0 + outer * filters.lane_stride],
+            Form::Blocks(lines) => lines.element(outer, depth),
         }
     }
 }

@@ -6,7 +6,11 @@
 
 use std::ops::Range;
 
+use bytemuck::Zeroable;
+use lockstep_plan::DType;
+
 use super::{
+    block_lines::{BlockLines, CHUNK},
     image,
     lanes::Lanes,
     operand::{Form, Operand, Order},
@@ -14,7 +18,10 @@ use super::{
     transpose::{Block, SIDE, Square},
     units::{PanelShape, Unit, across_unlikely, along_unlikely, blocks},
 };
-use crate::cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch};
+use crate::{
+    Element,
+    cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch},
+};
 
 /// Prefetch distance, in units of depth, of lines across the depth.
 const UNITS_AHEAD: usize = 16;
@@ -169,7 +176,62 @@ pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
             Form::Filters(filters) => {
                 image::pack_filters::<V, U, P>(elements, filters, outer, depth, units, panels);
             }
+            Form::Blocks(lines) => pack_blocks::<V, U, P>(lines, outer, depth, units, panels),
         }));
+    }
+}
+
+/// Largest number of lines of a panel.
+const MOST_LINES: usize = 2 * SIDE;
+
+/// Packs lines of quantized blocks: a chunk of the lines of a panel is decoded, and packed as a stored matrix.
+///
+/// # Safety
+/// As [`pack`].
+#[inline(always)]
+unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
+    lines: BlockLines<'_>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    const { assert!(P::WIDTH <= MOST_LINES) };
+    let are_pairs = U::Source::DTYPE == DType::BF16 && U::ELEMENTS == 2;
+    let are_squares = P::ORDER == Order::AcrossDepth && P::WIDTH.is_multiple_of(SIDE);
+    let decodes_pairs = V::DECODES_PAIRS && are_pairs && are_squares;
+    for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+        let first = (outer.start + index * P::WIDTH).min(outer.end);
+        let own = first..outer.end.min(first + P::WIDTH);
+        let (mut start, mut unit) = (depth.start, 0);
+        while unit < units {
+            let chunk = start / CHUNK * CHUNK;
+            let end = depth.end.min(chunk + CHUNK);
+            // The last part of a panel has the padding.
+            let part_units = if end == depth.end { units - unit } else { (end - start) / U::ELEMENTS };
+            let part = &mut panel[unit * P::WIDTH..][..part_units * P::WIDTH];
+            own.clone().for_each(|line| lines.fetch_ahead(line, chunk, P::WIDTH));
+            let is_chunk =
+                start == chunk && end == lines.chunk_end(chunk) && end - start == part_units * U::ELEMENTS;
+            let is_whole = is_chunk && own.len() == P::WIDTH;
+            if decodes_pairs && is_whole {
+                for column in (0..P::WIDTH).step_by(SIDE) {
+                    let target = Square { first: part[column..].as_mut_ptr(), stride: P::WIDTH };
+                    // SAFETY: the part holds the units of all lines of the panel; the caller promises the instructions.
+                    unsafe { lines.decode_pairs::<V>(first + column, chunk, target) };
+                }
+            } else {
+                let mut decoded = [U::Source::zeroed(); MOST_LINES * CHUNK];
+                lines.decode(own.clone(), chunk, &mut decoded);
+                let matrix = Matrix { elements: &decoded, stride: CHUNK };
+                let depth = start - chunk..end - chunk;
+                // SAFETY: the caller's promise.
+                unsafe {
+                    pack_matrix::<V, U, P>(matrix, Order::AlongDepth, 0..own.len(), depth, part_units, part);
+                }
+            }
+            (start, unit) = (end, unit + part_units);
+        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! A product whose operands are slices: the form in which the loops around the micro-kernels take it.
 
 use super::{
+    block_lines::BlockLines,
     operand::{Operand, Order},
     store::{Target, Window},
 };
-use crate::{Gemm, GemmLayout, View, Write, cpu::simd::Float};
+use crate::{BlockGemm, Gemm, GemmLayout, View, Write, cpu::simd::Float};
 
 /// A product whose operands are slices: `C [m, n] (+)= A [m, k] · B [k, n] (+ bias [n])`.
 #[derive(Clone, Copy)]
@@ -61,5 +62,36 @@ pub(super) fn problem<'a, T: Float, C: Float>((gemm, of_rows): (Gemm<'a>, usize)
         c: Target::Matrix(Window::new(c.as_mut_ptr(), n)),
         bias,
         write,
+    }
+}
+
+/// Checks the shapes of a product with quantized weights, and forms the slices.
+pub(super) fn block_problem<'a, T: Float, C: Float>(gemm: BlockGemm<'a>) -> Problem<'a, T, C> {
+    let BlockGemm { a, b, c, bias } = gemm;
+    let ((m, n), [rows, k]) = (c.shape().as_matrix(), b.shape());
+    assert!(
+        a.shape().as_matrix() == (m, k) && rows == n && bias.is_none_or(|bias| bias.elements() == n),
+        "the shapes of a product with quantized weights do not fit: a {a:?}, b {b:?}, c {c:?}, bias {bias:?}"
+    );
+    // SAFETY: as in `problem`.
+    let (a, bytes, bias, c) = unsafe {
+        (
+            a.slice::<T>(),
+            b.bytes().slice::<u8>(),
+            bias.map(|bias: View<'a>| bias.slice::<T>()),
+            c.slice_mut::<C>(),
+        )
+    };
+    let lines = BlockLines { format: b.format(), bytes, line_bytes: b.row_bytes(), columns: k };
+    Problem {
+        m,
+        of_rows: m,
+        n,
+        k,
+        a: Operand::new(a, k, Order::AlongDepth),
+        b: Operand::blocks(lines),
+        c: Target::Matrix(Window::new(c.as_mut_ptr(), n)),
+        bias,
+        write: Write::Overwrite,
     }
 }

@@ -131,7 +131,7 @@ impl Case {
 }
 
 /// Creates queues of every level that can be tested here. AMX is emulated if the CPU lacks it.
-fn queues(threads: usize) -> Vec<CpuQueue> {
+pub(super) fn queues(threads: usize) -> Vec<CpuQueue> {
     let mut queues = Vec::new();
     for level in CpuLevel::ALL {
         if level <= CpuLevel::detect() {
@@ -269,7 +269,7 @@ fn a_row_summed_by_depth_has_the_same_bits_alone_and_among_any_rows() {
             for case in cases(&shapes).filter(|case| case.layout == GemmLayout::NT) {
                 let [m, n, k] = case.shape;
                 let whole = case.run(&queue);
-                for rows in [0..1, 3..5, 7..15, 2..11, 1..50, 13..m] {
+                for rows in [0..1, 3..5, 7..15, 2..11, 3..20, 5..37, 1..50, 13..m] {
                     let part = Case {
                         shape: [rows.len(), n, k],
                         a: case.a[rows.start * k..rows.end * k].to_vec(),

@@ -2,11 +2,13 @@
 //! along the depth in the same order, by the same instructions.
 //!
 //! Reading W is the bottleneck, so its lines are read once, from end to end. A few units of depth of a panel of lines are
-//! packed into the L1 cache and multiplied at once; the sums of all rows stay in registers.
+//! packed into the L1 cache and multiplied at once. The sums of up to eight rows stay in registers; those of more rows return to
+//! the L1 cache after each step.
 
 use std::{ops::Range, ptr};
 
 use super::{
+    block_lines::CHUNK,
     kernel::MicroKernel,
     lanes::Lanes,
     operand::{Operand, Order},
@@ -22,8 +24,14 @@ use crate::{
     cpu::simd::{Float, inlined, prefetch},
 };
 
-/// Largest number of rows, whose sums fit the registers.
-const MAX_ROWS: usize = 8;
+/// Largest number of rows.
+const MAX_ROWS: usize = 32;
+/// Largest number of rows whose sums fit the registers.
+const GROUP: usize = 8;
+/// Panels that are multiplied by such a group at once.
+const PANELS: usize = 2;
+/// Units of the packed lines of a panel.
+const PACKED_UNITS: usize = if STEP > CHUNK { STEP * SIDE } else { CHUNK * SIDE };
 /// Units of depth of a panel that are packed at a time.
 const STEP: usize = 4 * SIDE;
 /// Bytes of a line to fetch ahead of packing.
@@ -49,9 +57,20 @@ pub(super) fn fits<K: MicroKernel, U: Packing, C>(
     summation: Summation,
 ) -> bool {
     let Problem { m, k, a, b, .. } = problem;
-    let are_lines = a.is_stored_along_depth() && b.is_stored_along_depth();
-    let has_room = *m <= MAX_ROWS && m * k.div_ceil(U::ELEMENTS) <= ROWS_UNITS;
-    summation == Summation::ByDepth && are_lines && has_room && K::IS_IN_PLACE && U::MARK_UNITS == 0
+    let has_blocks = b.block_lines().is_some();
+    let are_lines = a.is_stored_along_depth() && (b.is_stored_along_depth() || has_blocks);
+    let converted = if are_units::<U>(*k) { 0 } else { m * k.div_ceil(U::ELEMENTS) };
+    let has_room = *m <= MAX_ROWS && converted <= ROWS_UNITS;
+    (summation == Summation::ByDepth || has_blocks)
+        && are_lines
+        && has_room
+        && K::IS_IN_PLACE
+        && U::MARK_UNITS == 0
+}
+
+/// Returns true if a line of `elements` is a line of units as it is stored.
+fn are_units<U: Packing>(elements: usize) -> bool {
+    U::IS_STORED_ALONG && elements.is_multiple_of(U::ELEMENTS)
 }
 
 /// Returns the number of columns of a task, whole panels.
@@ -65,16 +84,26 @@ pub(super) fn tasks<T, C>(problem: &Problem<'_, T, C>) -> usize {
     problem.n.div_ceil(task_columns(problem))
 }
 
-/// Returns the panels of task `index`, each a range of columns.
-pub(super) fn panels<T, C>(problem: &Problem<'_, T, C>, index: usize) -> impl Iterator<Item = Range<usize>> {
+/// Returns the columns that are multiplied at once, and the elements from one row of a tile to the next: two panels for more rows
+/// than the registers hold, so that a broadcast element serves both, if the vectors are as wide as a panel.
+pub(super) fn width<V: Lanes>(rows: usize) -> usize {
+    if rows > GROUP && V::COUNT == SIDE { PANELS * SIDE } else { SIDE }
+}
+
+/// Returns ranges of up to `width` columns of task `index`.
+pub(super) fn panels<T, C>(
+    problem: &Problem<'_, T, C>,
+    index: usize,
+    width: usize,
+) -> impl Iterator<Item = Range<usize>> {
     let len = task_columns(problem);
     let end = ((index + 1) * len).min(problem.n);
-    (index * len..end).step_by(SIDE).map(move |start| start..end.min(start + SIDE))
+    (index * len..end).step_by(width).map(move |start| start..end.min(start + width))
 }
 
 /// Scratch memory of a task.
 pub(super) struct ThinScratch<'a> {
-    /// f32 sums of a panel over earlier blocks of depth, `[rows, SIDE]`.
+    /// f32 sums of the columns at hand over earlier blocks of depth, `[rows, width]`.
     pub(super) partial: &'a mut [f32],
     packed: &'a mut [u32],
     rows: &'a mut [u32],
@@ -84,12 +113,12 @@ impl<'a> ThinScratch<'a> {
     /// Divides the scratch memory of a thread.
     pub(super) fn new(units: &'a mut [u32]) -> Self {
         let (rows, units) = units.split_at_mut(ROWS_UNITS);
-        let (partial, units) = units.split_at_mut(MAX_ROWS * SIDE);
-        Self { partial: bytemuck::cast_slice_mut(partial), packed: &mut units[..STEP * SIDE], rows }
+        let (partial, units) = units.split_at_mut(MAX_ROWS * PANELS * SIDE);
+        Self { partial: bytemuck::cast_slice_mut(partial), packed: &mut units[..PANELS * PACKED_UNITS], rows }
     }
 }
 
-/// The rows of X as lines of units.
+/// The rows of X as lines of units. A last group that is not full repeats its last line.
 pub(super) struct ThinRows {
     lines: [*const u32; MAX_ROWS],
     count: usize,
@@ -107,8 +136,7 @@ impl ThinRows {
         let mut room = &mut *scratch.rows;
         for (row, line) in lines.iter_mut().enumerate().take(count) {
             let elements = a.line(row);
-            let are_units = U::IS_STORED_ALONG && elements.len().is_multiple_of(U::ELEMENTS);
-            *line = if are_units {
+            *line = if are_units::<U>(elements.len()) {
                 elements.as_ptr().cast()
             } else {
                 let (units, rest) = room.split_at_mut(elements.len().div_ceil(U::ELEMENTS));
@@ -117,11 +145,15 @@ impl ThinRows {
                 units.as_ptr()
             };
         }
+        if let Some(last) = count.checked_sub(1) {
+            let last_line = lines[last];
+            lines[count..].fill(last_line);
+        }
         Self { lines, count }
     }
 }
 
-/// A panel of lines of W at a block of depth.
+/// A panel of lines of W, or two, at a block of depth.
 pub(super) struct Panel<'p, 'a, T> {
     /// The matrix of the lines.
     pub(super) b: &'p Operand<'a, T>,
@@ -132,7 +164,7 @@ pub(super) struct Panel<'p, 'a, T> {
 }
 
 impl<T: Float> Panel<'_, '_, T> {
-    /// Writes the products of the rows and the panel to the tile, whose rows are `SIDE` wide.
+    /// Writes the products of the rows and the panel to the tile, whose rows are [`width`] wide.
     ///
     /// # Safety
     /// The CPU must have the instructions of `V`.
@@ -172,11 +204,13 @@ impl<T: Float> Panel<'_, '_, T> {
                 5 => self.products::<V, U, 5, VECTORS>(rows, packed, tile),
                 6 => self.products::<V, U, 6, VECTORS>(rows, packed, tile),
                 7 => self.products::<V, U, 7, VECTORS>(rows, packed, tile),
-                _ => self.products::<V, U, MAX_ROWS, VECTORS>(rows, packed, tile),
+                GROUP => self.products::<V, U, GROUP, VECTORS>(rows, packed, tile),
+                _ => self.products_of_groups::<V, U, VECTORS>(rows, packed, tile),
             }
         }
     }
 
+    /// The products of rows whose sums stay in registers.
     #[inline(always)]
     unsafe fn products<V: Lanes, U: Packing<Source = T>, const ROWS: usize, const VECTORS: usize>(
         &self,
@@ -197,17 +231,120 @@ impl<T: Float> Panel<'_, '_, T> {
                 add_products(&mut sums, rows, start / U::ELEMENTS, packed, SIDE);
                 start += SIDE * U::ELEMENTS;
             }
+            if let Some(lines) = b.block_lines() {
+                // Quantized lines are decoded in whole chunks, of which a block of depth may need a part.
+                while start < depth.end {
+                    let chunk = start / CHUNK * CHUNK;
+                    let (chunk_end, end) = (lines.chunk_end(chunk), depth.end.min(chunk + CHUNK));
+                    let units = (chunk_end - chunk) / U::ELEMENTS;
+                    U::pack::<V, Lines>(
+                        b,
+                        columns.clone(),
+                        chunk..chunk_end,
+                        units,
+                        &mut packed[..units * SIDE],
+                    );
+                    let packed = &packed[(start - chunk) / U::ELEMENTS * SIDE..];
+                    add_products(&mut sums, rows, start / U::ELEMENTS, packed, (end - start) / U::ELEMENTS);
+                    start = end;
+                }
+            }
             for start in (start..depth.end).step_by(STEP * U::ELEMENTS) {
                 let step = start..depth.end.min(start + STEP * U::ELEMENTS);
                 let units = step.len().div_ceil(U::ELEMENTS);
                 U::pack::<V, Lines>(b, columns.clone(), step, units, &mut packed[..units * SIDE]);
                 add_products(&mut sums, rows, start / U::ELEMENTS, packed, units);
             }
-            for (i, row) in sums.iter().enumerate() {
-                for (j, sum) in row.iter().enumerate() {
-                    sum.store(tile.as_mut_ptr().add(i * SIDE + j * V::COUNT));
-                }
+            store_sums(&sums, tile.as_mut_ptr());
+        }
+    }
+
+    /// The products of more rows: each step multiplies a group of them after the other.
+    #[inline(always)]
+    unsafe fn products_of_groups<V: Lanes, U: Packing<Source = T>, const VECTORS: usize>(
+        &self,
+        rows: &ThinRows,
+        packed: &mut [u32],
+        tile: &mut Tile,
+    ) {
+        let (sums, width) = (tile.as_mut_ptr(), width::<V>(rows.count));
+        let middle = self.columns.end.min(self.columns.start + SIDE);
+        let panels = [self.columns.start..middle, middle..self.columns.end];
+        let step_elements = if self.b.block_lines().is_some() { CHUNK } else { STEP * U::ELEMENTS };
+        // SAFETY: the rows hold the units of all steps, and the tile all sums; the caller's promises.
+        unsafe {
+            for row in (0..rows.count.next_multiple_of(GROUP)).map(|row| row * width) {
+                store_sums(&[[V::zero(); VECTORS]], sums.add(row));
+                store_sums(&[[V::zero(); VECTORS]], sums.add(row + width - SIDE));
             }
+            let mut start = self.depth.start;
+            while start < self.depth.end {
+                let end = self.depth.end.min(start / step_elements * step_elements + step_elements);
+                let mut skipped = 0;
+                for (columns, packed) in panels.iter().zip(packed.chunks_exact_mut(PACKED_UNITS)) {
+                    if !columns.is_empty() {
+                        skipped = self.pack_step::<V, U>(columns.clone(), start..end, packed);
+                    }
+                }
+                let units = (end - start).div_ceil(U::ELEMENTS);
+                let packed = [0, PACKED_UNITS].map(|panel| packed[panel + skipped * SIDE..].as_ptr());
+                for group in (0..rows.count).step_by(GROUP) {
+                    let (lines, sums) = (&rows.lines[group..], sums.add(group * width));
+                    let at = (start / U::ELEMENTS, units);
+                    if panels[1].is_empty() {
+                        add_to_tile::<V, VECTORS, 1>((sums, width), lines, at, [packed[0]]);
+                    } else {
+                        add_to_tile::<V, VECTORS, PANELS>((sums, width), lines, at, packed);
+                    }
+                }
+                start = end;
+            }
+        }
+    }
+
+    /// Packs a step of the depth of a panel. Returns the number of packed units before the first one of the step.
+    ///
+    /// # Safety
+    /// The CPU must have the instructions of `V`.
+    #[inline(always)]
+    unsafe fn pack_step<V: Lanes, U: Packing<Source = T>>(
+        &self,
+        columns: Range<usize>,
+        step: Range<usize>,
+        packed: &mut [u32],
+    ) -> usize {
+        let b = self.b;
+        // SAFETY: the packed lines hold the units of a step; the caller's promise.
+        unsafe {
+            if let Some(lines) = b.block_lines() {
+                // Quantized lines are decoded in whole chunks.
+                let chunk = step.start / CHUNK * CHUNK..lines.chunk_end(step.start / CHUNK * CHUNK);
+                let units = chunk.len() / U::ELEMENTS;
+                U::pack::<V, Lines>(b, columns, chunk.clone(), units, &mut packed[..units * SIDE]);
+                return (step.start - chunk.start) / U::ELEMENTS;
+            }
+            let mut packed_units = 0;
+            let panel = Panel { b, columns: columns.clone(), depth: step.clone() };
+            for (square, ahead_bytes) in panel.squares::<U>() {
+                for line in 0..SIDE {
+                    prefetch(square.first.wrapping_add(line * square.stride).wrapping_byte_add(ahead_bytes));
+                }
+                let target = packed[packed_units * SIDE..].as_mut_ptr();
+                V::transpose_into(square, Square { first: target, stride: SIDE });
+                packed_units += SIDE;
+            }
+            let rest = step.start + packed_units * U::ELEMENTS..step.end;
+            if !rest.is_empty() {
+                let units = rest.len().div_ceil(U::ELEMENTS);
+                U::pack::<V, Lines>(
+                    b,
+                    columns,
+                    rest,
+                    units,
+                    &mut packed[packed_units * SIDE..][..units * SIDE],
+                );
+            }
+            0
         }
     }
 
@@ -216,10 +353,10 @@ impl<T: Float> Panel<'_, '_, T> {
     #[inline(always)]
     fn squares<U: Packing<Source = T>>(&self) -> impl Iterator<Item = (Square<*const u32>, usize)> {
         let Self { b, columns, depth } = self;
-        let line = b.line(columns.start);
-        let are_units = U::IS_STORED_ALONG && line.len().is_multiple_of(U::ELEMENTS) && columns.len() == SIDE;
-        let count = if are_units { depth.len() / U::ELEMENTS / SIDE } else { 0 };
-        let first = line[depth.start..].as_ptr().cast::<u32>();
+        let line = if b.block_lines().is_some() { &[] } else { b.line(columns.start) };
+        let are_units = are_units::<U>(line.len()) && columns.len() == SIDE;
+        let count = if are_units && !line.is_empty() { depth.len() / U::ELEMENTS / SIDE } else { 0 };
+        let first = line.as_ptr().wrapping_add(depth.start).cast::<u32>();
         let stride = line.len() / U::ELEMENTS;
         let (line_bytes, first_byte) = (size_of_val(line), depth.start * size_of::<T>());
         (0..count).map(move |index| {
@@ -227,6 +364,72 @@ impl<T: Float> Panel<'_, '_, T> {
             let ahead_bytes = AHEAD_BYTES + if is_of_next { (SIDE - 1) * line_bytes } else { 0 };
             (Square { first: first.wrapping_add(index * SIDE), stride }, ahead_bytes)
         })
+    }
+}
+
+/// Writes sums to rows that are `SIDE` apart.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`, and there must be room for the sums.
+#[inline(always)]
+unsafe fn store_sums<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    sums: &[[V; VECTORS]; ROWS],
+    first: *mut f32,
+) {
+    for (i, row) in sums.iter().enumerate() {
+        for (j, sum) in row.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { sum.store(first.add(i * SIDE + j * V::COUNT)) };
+        }
+    }
+}
+
+/// Adds the products of `units` units of depth from `first` on to the sums of a group of rows of a tile, which are `width` apart.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`; the rows and the packed lines must hold the units, and the tile the group.
+#[inline(always)]
+unsafe fn add_to_tile<V: Lanes, const VECTORS: usize, const PANELS: usize>(
+    (tile, width): (*mut f32, usize),
+    lines: &[*const u32],
+    (first, units): (usize, usize),
+    packed: [*const u32; PANELS],
+) {
+    let lines: [*const u32; GROUP] = std::array::from_fn(|row| lines[row]);
+    let place = |row: usize, panel: usize, j: usize| row * width + panel * SIDE + j * V::COUNT;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut sums = [[[V::zero(); VECTORS]; PANELS]; GROUP];
+        for (row, sums) in sums.iter_mut().enumerate() {
+            for (panel, sums) in sums.iter_mut().enumerate() {
+                for (j, sum) in sums.iter_mut().enumerate() {
+                    *sum = V::load(tile.add(place(row, panel, j)).cast_const().cast());
+                }
+            }
+        }
+        for unit in 0..units {
+            let mut columns = [[V::zero(); VECTORS]; PANELS];
+            for (columns, packed) in columns.iter_mut().zip(packed) {
+                for (j, column) in columns.iter_mut().enumerate() {
+                    *column = V::load(packed.add(unit * SIDE + j * V::COUNT));
+                }
+            }
+            for (sums, line) in sums.iter_mut().zip(lines) {
+                let x = V::splat(line.add(first + unit).read_unaligned());
+                for (sums, columns) in sums.iter_mut().zip(columns) {
+                    for (sum, y) in sums.iter_mut().zip(columns) {
+                        *sum = V::multiply_add(x, y, *sum);
+                    }
+                }
+            }
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            for (panel, sums) in sums.iter().enumerate() {
+                for (j, sum) in sums.iter().enumerate() {
+                    sum.store(tile.add(place(row, panel, j)));
+                }
+            }
+        }
     }
 }
 

@@ -1,0 +1,185 @@
+//! Translation of a file's metadata to the keys of `config.json`.
+
+use lockstep_model::LlamaFamily;
+use serde_json::{Map, Value, json};
+
+use super::{
+    metadata::GgufMetadata,
+    names::Architecture,
+    rope::{llama3_scaling, scaling},
+};
+
+/// What the configuration follows from beside the metadata.
+#[derive(Debug)]
+pub(super) struct TensorFacts {
+    /// Rows of the embedding.
+    pub(super) vocabulary: usize,
+    /// True if the output layer has a tensor of its own.
+    pub(super) has_output: bool,
+    /// True if queries have a bias.
+    pub(super) has_query_bias: bool,
+    /// True if the feed-forward layers have biases.
+    pub(super) has_feed_forward_bias: bool,
+    /// Divisors of RoPE's frequencies.
+    pub(super) rope_divisors: Option<Vec<f32>>,
+}
+
+/// Metadata of one architecture.
+struct Keys<'m> {
+    metadata: &'m GgufMetadata,
+    architecture: &'static Architecture,
+}
+
+impl Keys<'_> {
+    fn name(&self, key: &str) -> String {
+        format!("{}.{key}", self.architecture.name)
+    }
+
+    fn size(&self, key: &str) -> Result<u64, String> {
+        let name = self.name(key);
+        self.metadata.integer(&name).ok_or_else(|| format!("`{name}` is missing or no number"))
+    }
+
+    fn optional_size(&self, key: &str) -> Option<u64> {
+        self.metadata.integer(&self.name(key))
+    }
+
+    fn number(&self, key: &str) -> Option<f64> {
+        self.metadata.number(&self.name(key))
+    }
+}
+
+/// Returns the architecture that a file names.
+pub(super) fn architecture_of(metadata: &GgufMetadata) -> Result<&'static Architecture, String> {
+    let name = metadata.text("general.architecture").ok_or("`general.architecture` is missing")?;
+    Architecture::find(name)
+        .ok_or_else(|| format!("its architecture is \"{name}\"; read here are {}", Architecture::names()))
+}
+
+/// Returns the configuration of a model as in `config.json`.
+pub(super) fn config(
+    metadata: &GgufMetadata,
+    architecture: &'static Architecture,
+    facts: &TensorFacts,
+) -> Result<Map<String, Value>, String> {
+    let keys = Keys { metadata, architecture };
+    if keys.optional_size("expert_count").is_some_and(|experts| experts > 0) {
+        return Err("it has experts, which are read from directories of Hugging Face only".to_owned());
+    }
+    let window = keys.optional_size("attention.sliding_window").filter(|window| *window > 0);
+    let families = architecture.families;
+    let family = if window.is_some() { families[families.len() - 1] } else { families[0] };
+    let heads = keys.size("attention.head_count")?;
+    let hidden_size = keys.size("embedding_length")?;
+    let head_dim = match keys.optional_size("attention.key_length") {
+        Some(head_dim) => head_dim,
+        None if heads > 0 && hidden_size.is_multiple_of(heads) => hidden_size / heads,
+        None => return Err(format!("{heads} heads do not divide a width of {hidden_size}")),
+    };
+    let mut table = Map::new();
+    let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
+    put("model_type", json!(family.model_type()));
+    put("vocab_size", json!(facts.vocabulary));
+    put("hidden_size", json!(hidden_size));
+    put("intermediate_size", json!(keys.size("feed_forward_length")?));
+    put("num_hidden_layers", json!(keys.size("block_count")?));
+    put("num_attention_heads", json!(heads));
+    put("num_key_value_heads", json!(keys.optional_size("attention.head_count_kv").unwrap_or(heads)));
+    put("head_dim", json!(head_dim));
+    put("max_position_embeddings", json!(keys.size("context_length")?));
+    put("tie_word_embeddings", json!(!facts.has_output));
+    if let Some(epsilon) = keys.number("attention.layer_norm_rms_epsilon") {
+        put("rms_norm_eps", json!(epsilon));
+    }
+    put_rope(&keys, facts, family, head_dim, &mut put)?;
+    put_family(&keys, facts, family, window, &mut put)?;
+    put_tokens(metadata, &mut put);
+    Ok(table)
+}
+
+fn put_rope(
+    keys: &Keys<'_>,
+    facts: &TensorFacts,
+    family: LlamaFamily,
+    head_dim: u64,
+    put: &mut impl FnMut(&str, Value) -> Option<Value>,
+) -> Result<(), String> {
+    let theta = keys.number("rope.freq_base").unwrap_or(10_000.0);
+    put("rope_theta", json!(theta));
+    let rope_scaling = match &facts.rope_divisors {
+        Some(divisors) => llama3_scaling(divisors, theta)?,
+        None => scaling(keys.metadata, keys.architecture.name)?,
+    };
+    put("rope_scaling", rope_scaling);
+    let rotated = keys.optional_size("rope.dimension_count").unwrap_or(head_dim);
+    if rotated != head_dim {
+        if family != LlamaFamily::Phi3 {
+            return Err(format!(
+                "`{}` is {rotated}; heads have {head_dim} elements",
+                keys.name("rope.dimension_count")
+            ));
+        }
+        put("partial_rotary_factor", json!(rotated as f64 / head_dim as f64));
+    }
+    Ok(())
+}
+
+/// Puts the keys of single families.
+fn put_family(
+    keys: &Keys<'_>,
+    facts: &TensorFacts,
+    family: LlamaFamily,
+    window: Option<u64>,
+    put: &mut impl FnMut(&str, Value) -> Option<Value>,
+) -> Result<(), String> {
+    match family {
+        LlamaFamily::Llama => {
+            put("attention_bias", json!(facts.has_query_bias));
+            put("mlp_bias", json!(facts.has_feed_forward_bias));
+        }
+        LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
+            put("use_sliding_window", json!(false));
+            if family == LlamaFamily::Qwen3 {
+                put("attention_bias", json!(facts.has_query_bias));
+            }
+            if window.is_some() {
+                return Err(format!("`{}` is set, which is not read", keys.name("attention.sliding_window")));
+            }
+        }
+        LlamaFamily::Gemma2 => {
+            put("sliding_window", json!(window));
+            put("attn_logit_softcapping", json!(keys.number("attn_logit_softcapping")));
+            put("final_logit_softcapping", json!(keys.number("final_logit_softcapping")));
+            let sizes = [
+                keys.size("block_count")?,
+                keys.size("embedding_length")?,
+                keys.size("attention.head_count")?,
+            ];
+            put(
+                "query_pre_attn_scalar",
+                json!(gemma2_query_scale(sizes, keys.size("attention.key_length")?)),
+            );
+        }
+        _ => {
+            put("sliding_window", json!(window));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the number by whose root Gemma 2 divides scores, which files do not store: the size of a head, but for the model of 27 billion
+/// parameters. `sizes` are layers, width and heads.
+pub(crate) fn gemma2_query_scale([layers, width, heads]: [u64; 3], head_dim: u64) -> u64 {
+    const LAYERS_OF_27B: u64 = 46;
+    if layers == LAYERS_OF_27B { width / heads.max(1) } else { head_dim }
+}
+
+/// Puts the ids of special tokens.
+fn put_tokens(metadata: &GgufMetadata, put: &mut impl FnMut(&str, Value) -> Option<Value>) {
+    let id = |name: &str| metadata.integer(&format!("tokenizer.ggml.{name}_token_id"));
+    put("bos_token_id", json!(id("bos")));
+    let mut end: Vec<u64> = ["eos", "eot"].into_iter().filter_map(id).collect();
+    end.dedup();
+    put("eos_token_id", json!(end));
+    put("pad_token_id", json!(id("padding")));
+}

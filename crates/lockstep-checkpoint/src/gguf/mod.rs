@@ -1,0 +1,20 @@
+//! GGUF, the file format of llama.cpp (ggml: `docs/gguf.md`): one file with configuration, tokenizer and weights, which may be quantized
+//! in blocks.
+//!
+//! [`parse_gguf`] checks the layout of a file and reads no data. `names` and `architecture` translate tensor names and metadata to those of
+//! Hugging Face, `tokenizer` makes a `tokenizer.json`, and `model` has the weights of a whole model. `writer` writes a file.
+
+pub(crate) mod architecture;
+mod cursor;
+mod header;
+mod metadata;
+pub(crate) mod model;
+pub(crate) mod names;
+pub(crate) mod rope;
+pub(crate) mod tokenizer;
+pub(crate) mod tokenizer_export;
+pub(crate) mod writer;
+
+pub use header::{GgufError, GgufHeader, GgufTensor, StoredElements, parse_gguf};
+pub use metadata::{GgufMetadata, GgufValue};
+pub use tokenizer::EmbeddedTokenizer;

@@ -1,0 +1,112 @@
+//! Files of a model's weights in either form, with tensors by Hugging Face's names.
+
+use std::{collections::BTreeMap, path::Path};
+
+use lockstep_model::{HfImport, HfTransform};
+use lockstep_plan::DType;
+
+use crate::{
+    StoredParameter, convert::is_float, error::CheckpointError, gguf::model::GgufModel, hf::HfCheckpoint,
+};
+
+/// Files of a model's weights.
+#[derive(Debug)]
+pub(crate) enum TensorFiles {
+    HuggingFace(HfCheckpoint),
+    Gguf(Box<GgufModel>),
+}
+
+impl TensorFiles {
+    /// Returns the tensors' names and shapes.
+    pub(crate) fn shapes(&self) -> Result<Vec<(String, Vec<usize>)>, CheckpointError> {
+        match self {
+            Self::HuggingFace(files) => {
+                files.names().map(|name| Ok((name.to_owned(), files.tensor(name)?.shape.to_vec()))).collect()
+            }
+            Self::Gguf(model) => Ok(model.shapes()),
+        }
+    }
+
+    /// Returns the float type to compute in: that of most elements, or bf16 if most are quantized.
+    pub(crate) fn compute_dtype(&self) -> DType {
+        let files = match self {
+            Self::HuggingFace(files) => files,
+            Self::Gguf(model) => return model.compute_dtype(),
+        };
+        let mut elements = BTreeMap::<_, usize>::new();
+        for tensor in files.names().filter_map(|name| files.tensor(name).ok()) {
+            if let Some(dtype) = tensor.known_dtype().filter(|&dtype| is_float(dtype)) {
+                *elements.entry(dtype).or_default() += tensor.elements();
+            }
+        }
+        elements.into_iter().max_by_key(|&(_, elements)| elements).map_or(DType::F32, |(dtype, _)| dtype)
+    }
+
+    /// Returns the parameters that can be used where they are stored: a whole tensor, or some of its rows.
+    pub(crate) fn stored_parameters<'a>(&'a self, import: &'a HfImport) -> Vec<StoredParameter<'a>> {
+        let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
+        let stored = parameters.filter_map(|places| {
+            let [place] = places else { return None };
+            let stored = match self {
+                Self::HuggingFace(files) => files.stored(&place.tensor)?,
+                Self::Gguf(model) => model.stored(&place.tensor)?,
+            };
+            let stored = StoredParameter { name: &place.parameter, ..stored };
+            match &place.transform {
+                _ if place.is_whole() => Some(stored),
+                HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => {
+                    let row_bytes = stored.stored.row_bytes(*place.tensor_shape.last()?)?;
+                    let offset = stored.offset + rows.start * row_bytes;
+                    Some(StoredParameter { offset, elements: place.parameter_elements(), ..stored })
+                }
+                _ => None,
+            }
+        });
+        stored.collect()
+    }
+
+    /// Fills `out` with all values of a tensor.
+    pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), CheckpointError> {
+        match self {
+            Self::HuggingFace(files) => files.read_f32(name, out),
+            Self::Gguf(model) => model.read_f32(name, out),
+        }
+    }
+
+    /// Returns true if two tensors have the same bytes.
+    pub(crate) fn are_same(&self, a: &str, b: &str) -> Result<bool, CheckpointError> {
+        match self {
+            Self::HuggingFace(files) => Ok(files.tensor(a)?.bytes == files.tensor(b)?.bytes),
+            Self::Gguf(model) => Ok(model.bytes(a)? == model.bytes(b)?),
+        }
+    }
+
+    /// Checks that a tensor consists of zeros.
+    pub(crate) fn require_zeros(&self, name: &str) -> Result<(), CheckpointError> {
+        match self {
+            Self::HuggingFace(files) => {
+                let found = files.tensor(name)?;
+                let element_bytes = found.bytes.len() / found.elements().max(1);
+                Ok(HfImport::require_zeros(name, element_bytes, found.bytes)?)
+            }
+            Self::Gguf(model) => Ok(HfImport::require_zeros(name, 1, model.bytes(name)?)?),
+        }
+    }
+
+    /// Returns true if the weights lie in a directory of Hugging Face, with other files of the model beside them.
+    pub(crate) fn has_companions(&self) -> bool {
+        matches!(self, Self::HuggingFace(_))
+    }
+}
+
+/// Returns the GGUF file that a path names: itself, or the one in a directory without another model.
+///
+/// # Errors
+/// If a directory has several such files.
+pub(crate) fn gguf_file(path: &Path) -> Result<Option<std::path::PathBuf>, CheckpointError> {
+    use crate::gguf::model::{EXTENSION, file_in};
+    if path.is_file() && path.extension().is_some_and(|extension| extension == EXTENSION) {
+        return Ok(Some(path.to_path_buf()));
+    }
+    if path.join("config.json").exists() { Ok(None) } else { file_in(path) }
+}

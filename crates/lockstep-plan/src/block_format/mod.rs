@@ -1,0 +1,123 @@
+//! Block formats of quantized weights, as GGUF files store them (llama.cpp: `ggml-common.h`, `ggml-quants.c`).
+//!
+//! A row of a matrix is a sequence of blocks of 32 or 256 neighbours along the columns. An element is `scale · code + offset`, with one
+//! scale and offset for each run of 16 or 32 elements. The product is exact in f32, so that a value is rounded once, in the sum.
+//! Decoding here is plain arithmetic on arrays that a caller can compile for any vector instructions.
+
+mod decode;
+mod encode;
+mod half;
+
+pub use decode::{
+    BlockCodec, CODES, LineScales, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec, RUN, RUNS,
+    RunScales,
+};
+
+use crate::named_enum::named_enum;
+
+named_enum! {
+    /// Block format of a quantized matrix.
+    #[derive(PartialOrd, Ord)]
+    pub enum BlockFormat {
+        /// 32 integers of 8 bits and a scale: 8.5 bits per weight.
+        Q8_0 = "q8_0",
+        /// 32 integers of 4 bits and a scale: 4.5 bits per weight.
+        Q4_0 = "q4_0",
+        /// 32 integers of 4 bits, a scale and a minimum: 5 bits per weight.
+        Q4_1 = "q4_1",
+        /// 256 integers of 4 bits with a scale and a minimum of 6 bits for each run of 32: 4.5 bits per weight.
+        Q4K = "q4_k",
+        /// 256 integers of 5 bits with a scale and a minimum of 6 bits for each run of 32: 5.5 bits per weight.
+        Q5K = "q5_k",
+        /// 256 integers of 6 bits with a scale of 8 bits for each run of 16: 6.5625 bits per weight.
+        Q6K = "q6_k",
+    }
+}
+
+/// Calls `$body` with `$Codec` bound to the [`BlockCodec`] of a format.
+#[macro_export]
+macro_rules! with_block_codec {
+    ($format:expr, $Codec:ident => $body:expr) => {
+        match $format {
+            $crate::BlockFormat::Q8_0 => {
+                type $Codec = $crate::block_format::Q8_0Codec;
+                $body
+            }
+            $crate::BlockFormat::Q4_0 => {
+                type $Codec = $crate::block_format::Q4_0Codec;
+                $body
+            }
+            $crate::BlockFormat::Q4_1 => {
+                type $Codec = $crate::block_format::Q4_1Codec;
+                $body
+            }
+            $crate::BlockFormat::Q4K => {
+                type $Codec = $crate::block_format::Q4KCodec;
+                $body
+            }
+            $crate::BlockFormat::Q5K => {
+                type $Codec = $crate::block_format::Q5KCodec;
+                $body
+            }
+            $crate::BlockFormat::Q6K => {
+                type $Codec = $crate::block_format::Q6KCodec;
+                $body
+            }
+        }
+    };
+}
+
+impl BlockFormat {
+    /// Returns the number of elements of a block.
+    pub const fn block_elements(self) -> usize {
+        match self {
+            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 => 32,
+            Self::Q4K | Self::Q5K | Self::Q6K => 256,
+        }
+    }
+
+    /// Returns the number of bytes of a block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            Self::Q8_0 => Q8_0Codec::BYTES,
+            Self::Q4_0 => Q4_0Codec::BYTES,
+            Self::Q4_1 => Q4_1Codec::BYTES,
+            Self::Q4K => Q4KCodec::BYTES,
+            Self::Q5K => Q5KCodec::BYTES,
+            Self::Q6K => Q6KCodec::BYTES,
+        }
+    }
+
+    /// Returns the number of bytes of `elements` elements; `None` if they are not whole blocks or are too many.
+    pub const fn bytes(self, elements: usize) -> Option<usize> {
+        if !elements.is_multiple_of(self.block_elements()) {
+            return None;
+        }
+        (elements / self.block_elements()).checked_mul(self.block_bytes())
+    }
+
+    /// Decodes whole blocks.
+    ///
+    /// # Panics
+    /// If `bytes` are not the blocks of as many elements as `values` has.
+    pub fn dequantize(self, bytes: &[u8], values: &mut [f32]) {
+        assert_eq!(self.bytes(values.len()), Some(bytes.len()), "bytes of {} {self} elements", values.len());
+        with_block_codec!(self, Codec => decode::dequantize::<Codec>(bytes, values));
+    }
+
+    /// Encodes whole blocks. Q8_0, Q4_0 and Q4_1 have the bits of the reference (gguf-py: `quants.py`); the others choose scales by least
+    /// squares.
+    ///
+    /// # Panics
+    /// As for [`BlockFormat::dequantize`].
+    pub fn quantize(self, values: &[f32], bytes: &mut [u8]) {
+        assert_eq!(self.bytes(values.len()), Some(bytes.len()), "bytes of {} {self} elements", values.len());
+        let values = values.chunks_exact(self.block_elements());
+        for (values, block) in values.zip(bytes.chunks_exact_mut(self.block_bytes())) {
+            encode::block(self, values, block);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

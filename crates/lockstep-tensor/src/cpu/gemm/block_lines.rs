@@ -1,0 +1,128 @@
+//! Block-quantized weights as an operand of products: lines of blocks, which are decoded while they are packed.
+
+use lockstep_plan::{
+    BlockFormat,
+    block_format::{BlockCodec, CODES, LineScales, RUN, RunScales},
+    with_block_codec,
+};
+
+use super::{
+    lanes::Lanes,
+    transpose::{SIDE, Square},
+};
+use crate::cpu::simd::{CACHE_LINE_BYTES, Float, prefetch};
+
+/// Elements of a line that are decoded at a time: whole blocks of every format.
+pub(super) const CHUNK: usize = 256;
+/// Bytes of a line to fetch ahead of decoding.
+const AHEAD_BYTES: usize = 2048;
+
+/// Lines of blocks, one after the other.
+#[derive(Clone, Copy)]
+pub(super) struct BlockLines<'a> {
+    pub(super) format: BlockFormat,
+    pub(super) bytes: &'a [u8],
+    pub(super) line_bytes: usize,
+    /// Elements of a line.
+    pub(super) columns: usize,
+}
+
+impl<'a> BlockLines<'a> {
+    /// Returns the blocks of line `index` that hold elements from `start` on, the first one of a chunk.
+    #[inline(always)]
+    fn blocks(&self, index: usize, start: usize) -> &'a [u8] {
+        let at = |element: usize| element / self.format.block_elements() * self.format.block_bytes();
+        let line = &self.bytes[index * self.line_bytes..][..self.line_bytes];
+        &line[at(start)..at(self.chunk_end(start))]
+    }
+
+    /// Returns the end of the chunk that begins at element `start`.
+    #[inline(always)]
+    pub(super) fn chunk_end(&self, start: usize) -> usize {
+        self.columns.min(start + CHUNK)
+    }
+
+    /// Fetches what is needed after the blocks of a line from element `start` on: further along the line, and from its end on in the
+    /// lines that are `lines` later.
+    #[inline(always)]
+    pub(super) fn fetch_ahead(&self, index: usize, start: usize, lines: usize) {
+        let blocks = self.blocks(index, start);
+        let first = start / self.format.block_elements() * self.format.block_bytes();
+        let is_of_later = first + blocks.len() + AHEAD_BYTES > self.line_bytes;
+        let ahead = AHEAD_BYTES + if is_of_later { (lines - 1) * self.line_bytes } else { 0 };
+        for byte in (0..blocks.len()).step_by(CACHE_LINE_BYTES) {
+            prefetch(blocks.as_ptr().wrapping_add(byte + ahead));
+        }
+    }
+
+    /// Returns one element.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn element<T: Float>(&self, index: usize, depth: usize) -> T {
+        let start = depth / CHUNK * CHUNK;
+        let mut values = [T::zeroed(); CHUNK];
+        self.decode(index..index + 1, start, &mut values);
+        values[depth - start]
+    }
+
+    /// Decodes the elements of some lines from `start` on, a multiple of [`CHUNK`], to lines of `CHUNK`.
+    #[inline(always)]
+    pub(super) fn decode<T: Float>(&self, lines: std::ops::Range<usize>, start: usize, values: &mut [T]) {
+        with_block_codec!(self.format, Codec => {
+            for (index, values) in lines.zip(values.chunks_exact_mut(CHUNK)) {
+                decode_line::<Codec, T>(self.blocks(index, start), values);
+            }
+        });
+    }
+
+    /// Decodes the chunk from element `start` on of 16 lines from `first` on as pairs of bf16: unit `u` of line `l` goes to
+    /// `target[u · stride + l]`.
+    ///
+    /// # Safety
+    /// The CPU must have the instructions of `V`, which decodes pairs, and the target must hold the units.
+    #[inline(always)]
+    pub(super) unsafe fn decode_pairs<V: Lanes>(&self, first: usize, start: usize, target: Square<*mut u32>) {
+        with_block_codec!(self.format, Codec => {
+            let lines: [&[u8]; SIDE] = std::array::from_fn(|line| self.blocks(first + line, start));
+            let blocks = lines[0].len() / Codec::BYTES;
+            let mut runs = LineScales::<SIDE>::ZERO;
+            for block in 0..blocks {
+                let of_lines: [&[u8]; SIDE] =
+                    std::array::from_fn(|line| &lines[line][block * Codec::BYTES..][..Codec::BYTES]);
+                Codec::scales_of_lines(of_lines, &mut runs);
+                for part in 0..Codec::ELEMENTS / CODES {
+                    let codes = of_lines.map(|block| Codec::codes(block, part));
+                    let unit = (block * Codec::ELEMENTS + part * CODES) / 2;
+                    let run = part * (CODES / RUN);
+                    // SAFETY: the caller's promise.
+                    unsafe {
+                        V::decode_pairs::<{ Codec::HAS_OFFSETS }>(
+                            &codes,
+                            [&runs.scales[run], &runs.scales[run + 1]],
+                            [&runs.offsets[run], &runs.offsets[run + 1]],
+                            Square { first: target.first.add(unit * target.stride), stride: target.stride },
+                        );
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// Decodes whole blocks, and rounds to the type.
+#[inline(always)]
+pub(in crate::cpu) fn decode_line<C: BlockCodec, T: Float>(blocks: &[u8], values: &mut [T]) {
+    for (block, values) in blocks.chunks_exact(C::BYTES).zip(values.chunks_exact_mut(C::ELEMENTS)) {
+        let RunScales { scales, offsets } = C::scales(block);
+        for part in 0..C::ELEMENTS / CODES {
+            let codes = C::codes(block, part);
+            for half in 0..CODES / RUN {
+                let (scale, offset) =
+                    (scales[part * (CODES / RUN) + half], offsets[part * (CODES / RUN) + half]);
+                let values = &mut values[part * CODES + half * RUN..][..RUN];
+                for (value, code) in values.iter_mut().zip(&codes[half * RUN..]) {
+                    *value = T::store(scale * f32::from(*code) + offset);
+                }
+            }
+        }
+    }
+}

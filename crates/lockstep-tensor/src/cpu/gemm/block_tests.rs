@@ -1,0 +1,138 @@
+//! Products with quantized weights against dense ones with the decoded weights: the same bits.
+
+use lockstep_plan::{BlockFormat, DType, random::Philox};
+
+use super::{
+    super::testing::{floats, random_of, tensor, values},
+    tests::queues,
+};
+use crate::{
+    BlockGemm, BlockKernels, BlockMatrix, EmbeddingKernels, Gemm, GemmKernels, GemmLayout, Queue, Summation,
+    Tensor, Write,
+};
+
+/// Returns the bytes of a quantized matrix, and its decoded elements.
+fn quantized(format: BlockFormat, [rows, columns]: [usize; 2], seed: u64) -> (Tensor, Vec<f64>) {
+    let philox = Philox::new(seed);
+    let numbers: Vec<f32> = (0..(rows * columns) as u64).map(|index| philox.normal(index)).collect();
+    let mut bytes = vec![0; format.bytes(numbers.len()).unwrap()];
+    format.quantize(&numbers, &mut bytes);
+    let mut decoded = vec![0.0; numbers.len()];
+    format.dequantize(&bytes, &mut decoded);
+    (tensor(&bytes), decoded.into_iter().map(f64::from).collect())
+}
+
+fn bits(tensor: &Tensor) -> Vec<u64> {
+    values(tensor.view()).into_iter().map(f64::to_bits).collect()
+}
+
+const TYPES: [(DType, DType); 4] = [
+    (DType::F32, DType::F32),
+    (DType::BF16, DType::F32),
+    (DType::BF16, DType::BF16),
+    (DType::F16, DType::F16),
+];
+
+/// Compares products with a quantized matrix with the dense ones.
+fn compare(format: BlockFormat, [n, k]: [usize; 2], row_counts: &[usize], threads: usize) {
+    let (bytes, decoded) = quantized(format, [n, k], 3);
+    let matrix = BlockMatrix::new(format, bytes.view(), [n, k]);
+    for (types, mut queue) in
+        TYPES.into_iter().flat_map(|types| queues(threads).into_iter().map(move |queue| (types, queue)))
+    {
+        queue.set_summation(Summation::ByDepth);
+        let b = floats(types.0, [n, k], &decoded);
+        for &rows in row_counts {
+            let a = floats(types.0, [rows, k], &random_of(types.0, 1, rows * k));
+            let bias = rows.is_multiple_of(2).then(|| floats(types.0, [n], &random_of(types.0, 2, n)));
+            let bias = bias.as_ref().map(Tensor::view);
+            let [found, expected] = [(); 2].map(|()| floats(types.1, [rows, n], &vec![0.0; rows * n]));
+            queue.block_gemm(BlockGemm { a: a.view(), b: matrix, c: found.view(), bias });
+            let (layout, write) = (GemmLayout::NT, Write::Overwrite);
+            queue.gemm(Gemm { layout, a: a.view(), b: b.view(), c: expected.view(), bias, write });
+            let (found, expected) = (bits(&found), bits(&expected));
+            if let Some(at) = found.iter().zip(&expected).position(|(found, expected)| found != expected) {
+                let [found, expected] = [found[at], expected[at]].map(f64::from_bits);
+                let product = format!("{} {format} {types:?} {rows} x {n} x {k}", queue.level());
+                panic!("{product}: element {at} is {found} for {expected}");
+            }
+        }
+    }
+}
+
+/// Depths: one chunk and a part of one, and two blocks of depth whose border lies within a chunk.
+#[test]
+fn a_product_with_quantized_weights_has_the_bits_of_the_dense_product() {
+    for format in BlockFormat::ALL {
+        compare(format, [37, 256 + format.block_elements()], &[1, 2, 3, 4, 5, 6, 7, 8, 9], 1);
+        compare(format, [40, 2304], &[2, 30], 2);
+    }
+}
+
+#[test]
+fn rows_of_a_quantized_table_are_the_decoded_ones() {
+    let (rows, width, ids) = (20, 512, [3_u32, 19, 0, 3, 20, u32::MAX]);
+    for queue in queues(2) {
+        for format in BlockFormat::ALL {
+            let (bytes, decoded) = quantized(format, [rows, width], 5);
+            let matrix = BlockMatrix::new(format, bytes.view(), [rows, width]);
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let table = floats(dtype, [rows, width], &decoded);
+                let [found, expected] = [(); 2].map(|()| floats(dtype, [6, width], &[9.0; 6 * 512]));
+                let ids = tensor(&ids);
+                queue.block_embedding(ids.view(), matrix, 0, found.view());
+                queue.embedding(ids.view(), table.view(), 0, expected.view());
+                assert_eq!(
+                    values(found.view()),
+                    values(expected.view()),
+                    "{} {format} {dtype}",
+                    queue.level()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_below_the_normal_range_and_of_both_signs_of_zero_are_multiplied_as_dense_ones_are() {
+    // Scales of 2^-24 with small codes: bf16 and f16 round some of the weights to subnormal numbers or to zero.
+    let block: Vec<u8> = [1, 0].into_iter().chain((0..32).map(|code| code * 8)).collect();
+    let bytes: Vec<u8> = block.iter().copied().cycle().take(16 * 2 * block.len()).collect();
+    let mut decoded = vec![0.0; 16 * 64];
+    BlockFormat::Q8_0.dequantize(&bytes, &mut decoded);
+    let decoded: Vec<f64> = decoded.into_iter().map(f64::from).collect();
+    let bytes = tensor(&bytes);
+    let matrix = BlockMatrix::new(BlockFormat::Q8_0, bytes.view(), [16, 64]);
+    for mut queue in queues(1) {
+        queue.set_summation(Summation::ByDepth);
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for rows in [1, 20] {
+                let a = floats(dtype, [rows, 64], &vec![1024.0; rows * 64]);
+                let b = floats(dtype, [16, 64], &decoded);
+                let [found, expected] =
+                    [(); 2].map(|()| floats(DType::F32, [rows, 16], &vec![0.0; rows * 16]));
+                let (a, b, c) = (a.view(), b.view(), expected.view());
+                queue.block_gemm(BlockGemm { a, b: matrix, c: found.view(), bias: None });
+                let (layout, write) = (GemmLayout::NT, Write::Overwrite);
+                queue.gemm(Gemm { layout, a, b, c, bias: None, write });
+                assert_eq!(bits(&found), bits(&expected), "{} {dtype} {rows} rows", queue.level());
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "a q4_k matrix [2, 128]")]
+fn rows_of_parts_of_blocks_are_refused() {
+    let bytes = tensor(&[0_u8; 144]);
+    let _ = BlockMatrix::new(BlockFormat::Q4K, bytes.view(), [2, 128]);
+}
+
+#[test]
+fn some_rows_of_a_matrix_are_a_matrix() {
+    let (bytes, _) = quantized(BlockFormat::Q4_0, [6, 64], 1);
+    let matrix = BlockMatrix::new(BlockFormat::Q4_0, bytes.view(), [6, 64]);
+    let part = matrix.rows(2..5);
+    assert_eq!((part.shape(), part.bytes().elements()), ([3, 64], 3 * 36));
+    assert_eq!(part.bytes().to_vec::<u8>(), bytes.view().to_vec::<u8>()[72..180]);
+}

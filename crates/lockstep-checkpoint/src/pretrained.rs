@@ -375,8 +375,22 @@ impl ModelDirectory {
         }
     }
 
+    /// Returns the directories that the weights come from.
+    pub(crate) fn sources(&self) -> Vec<&Path> {
+        match &self.weights {
+            Weights::HuggingFace { .. } | Weights::Checkpoint(_) => vec![&self.path],
+            Weights::Tuned { base, trained } => {
+                let own = match trained {
+                    Trained::Checkpoint { checkpoint, .. } => checkpoint.path(),
+                    Trained::Peft(peft) => peft.path(),
+                };
+                [&base.sources()[..], &[own]].concat()
+            }
+        }
+    }
+
     /// Fills `values` with one parameter, in f32.
-    fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+    pub(crate) fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
         match &self.weights {
             Weights::Checkpoint(checkpoint) => read_whole(checkpoint, name, values),
             Weights::Tuned { base, trained } => {
@@ -423,11 +437,7 @@ impl ModelDirectory {
     /// # Errors
     /// If a file is damaged, the base model has changed, the output directory is not empty, or the disk is full.
     pub fn export_hf(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
-        if let Weights::Tuned { .. } = &self.weights {
-            // Parameters are read one by one below, but the digest of the base model covers all of them, so it is
-            // checked first.
-            self.for_each_parameter(|_, _| Ok::<(), CheckpointError>(()))?;
-        }
+        self.check_base()?;
         let mapping = HfMapping::new(&self.config);
         let tensors = mapping.tensors().iter().map(|tensor| self.export_tensor(tensor)).collect();
         let config = serde_json::to_string_pretty(&self.config.to_json(dtype)).unwrap_or_default() + "\n";
@@ -440,6 +450,14 @@ impl ModelDirectory {
             shard_bytes: DEFAULT_SHARD_BYTES,
         }
         .write(out)
+    }
+
+    /// Checks the digest of the base model, which covers all parameters, before they are read one by one.
+    pub(crate) fn check_base(&self) -> Result<(), CheckpointError> {
+        match &self.weights {
+            Weights::Tuned { .. } => self.for_each_parameter(|_, _| Ok(())),
+            Weights::HuggingFace { .. } | Weights::Checkpoint(_) => Ok(()),
+        }
     }
 
     /// Writes the adapter that a run has trained as a directory that `peft` loads.

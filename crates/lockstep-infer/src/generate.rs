@@ -1,15 +1,12 @@
 //! Text generation with a key-value cache: the prompt in one forward, then one token at a time.
 
-use lockstep_engine::{UnitParameters, Weights};
+use lockstep_engine::UnitParameters;
 use lockstep_graph::{Batch, KeyValueCache, Replay};
 use lockstep_model::{HeadOutput, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{Buffer, Tensor, TensorError, View};
 
 use crate::{InferError, LoadedModel, Sampler};
-
-/// Largest number of tokens of a prompt that are computed at once.
-const CHUNK: usize = 512;
 
 /// A generator that continues one sequence.
 pub struct Generator<'m> {
@@ -137,10 +134,15 @@ impl<'m> Generator<'m> {
         }
         // Chunks bound the memory of activations, and change no bit.
         let mut prefill: Option<Forward> = None;
-        for chunk in prompt.chunks(CHUNK) {
-            let forward = match prefill.take() {
-                Some(forward) if forward.tokens() == chunk.len() => forward,
-                _ => Forward::new(self.model, chunk.len())?,
+        for chunk in prompt.chunks(self.model.chunk_tokens) {
+            prefill = prefill.filter(|forward| forward.tokens() == chunk.len());
+            let forward = match prefill {
+                Some(forward) => forward,
+                None => {
+                    // Freed memory of chunks of another length is of no use.
+                    self.model.arena.trim();
+                    Forward::new(self.model, chunk.len())?
+                }
             };
             self.forward(Some(&forward), chunk)?;
             prefill = Some(forward);
@@ -169,11 +171,6 @@ impl<'m> Generator<'m> {
         forward.positions.view().write(&positions);
         let programs = &forward.programs;
         let head = programs.units() - 1;
-        let parameters = |unit| UnitParameters {
-            ids: programs.unit_parameters(unit),
-            weights: Weights::with_in_place(&model.weights.converted, in_place),
-            gradients: None,
-        };
         let output = |unit: usize| programs.program(unit).output(forward.frame(unit));
         for unit in 0..head {
             let cache = unit.checked_sub(1).map(|layer| KeyValueCache {
@@ -182,11 +179,15 @@ impl<'m> Generator<'m> {
                 filled: *filled,
             });
             let input = unit.checked_sub(1).map(output);
-            let parameters = parameters(unit);
+            let held = model.weights.begin(&*model.queue, unit)?;
+            let weights = model.weights.weights(in_place, held.as_deref());
+            let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
             programs.program(unit).forward(&forward.replay(unit, &parameters, model, input, cache))?;
         }
         let last = output(head - 1).rows(ids.len() - 1..ids.len());
-        let parameters = parameters(head);
+        let held = model.weights.begin(&*model.queue, head)?;
+        let weights = model.weights.weights(in_place, held.as_deref());
+        let parameters = UnitParameters { ids: programs.unit_parameters(head), weights, gradients: None };
         let program = decode.programs.program(head);
         program.forward(&decode.replay(head, &parameters, model, Some(last), None))?;
         let out = program.output(decode.frame(head));

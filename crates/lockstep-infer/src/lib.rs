@@ -5,17 +5,26 @@
 //! continues a prompt one token at a time with a key-value cache for each layer.
 #![forbid(unsafe_code)]
 
+mod device_map;
 mod error;
 mod evaluate;
 mod generate;
 mod generation;
+mod held;
 mod loaded;
+mod placement_plan;
+mod run_memory;
 mod sample;
+mod stream;
+mod unit_layout;
 mod weights;
 
+pub use device_map::{Device, DeviceMap, MemoryLimits, Module};
 pub use error::InferError;
 pub use evaluate::{Evaluation, evaluate};
 pub use generate::Generator;
 pub use generation::GenerationConfig;
 pub use loaded::{LoadOptions, LoadedModel};
+pub use placement_plan::{InferencePlan, MapChoice, PlanRequest, PredictedMemory};
+pub use run_memory::Workload;
 pub use sample::{Sampler, Sampling};

@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::ModelDirectory;
 use lockstep_data::Tokenizer;
-use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::DType;
-use lockstep_tensor::{Arena, Queue, Summation};
+use lockstep_plan::{DType, MemoryBytes};
+use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
 
-use crate::{GenerationConfig, InferError, weights::ModelWeights};
+use crate::{
+    GenerationConfig, InferError, InferencePlan, placement_plan::CHUNK, run_memory::record,
+    weights::ModelWeights,
+};
 
 /// Settings of [`LoadedModel::load`].
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +30,8 @@ pub struct LoadedModel {
     pub(crate) dtype: DType,
     pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
+    /// Tokens of a prompt that are computed at once.
+    pub(crate) chunk_tokens: usize,
     tokenizer: Option<String>,
     generation: Option<PathBuf>,
     has_chats: bool,
@@ -49,19 +53,40 @@ impl LoadedModel {
     /// # Errors
     /// As for [`LoadedModel::open`].
     pub fn load(directory: &ModelDirectory, options: LoadOptions) -> Result<Self, InferError> {
-        let LoadOptions { threads, dtype } = options;
-        let dtype = dtype.unwrap_or_else(|| directory.stored_dtype());
-        let config = directory.config().without_dropout();
+        let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         let arena = Arena::new();
-        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits);
+        let recorded = record(&directory.config().without_dropout(), dtype, [1, 1], HeadOutput::Logits);
         let weights = ModelWeights::load(directory, recorded.records(), dtype, &arena)?;
-        let mut queue = arena.queue(threads)?;
-        // A token's logits must not depend on the tokens that are computed with it.
-        queue.set_summation(Summation::ByDepth);
+        let queue = queue(&arena, options.threads)?;
+        Ok(Self::of(directory, weights, (dtype, CHUNK), arena, queue))
+    }
+
+    /// Loads a model as a plan places it, on as many threads as the plan has: resident weights are read into memory, the others
+    /// from disk in each pass. Weights that must be made before they are read from disk are written to the offload directory.
+    ///
+    /// # Errors
+    /// As for [`LoadedModel::open`], or if the offload directory cannot be written.
+    pub fn load_placed(directory: &ModelDirectory, mut plan: InferencePlan) -> Result<Self, InferError> {
+        plan.write_offloaded(directory)?;
+        let InferencePlan { parts, resident, buffers, chunk_tokens, threads, .. } = plan;
+        let (arena, dtype) = (Arena::new(), parts.dtype());
+        let queue = queue(&arena, threads)?;
+        let weights = ModelWeights::load_placed(directory, parts, (&resident, buffers), &arena, &*queue)?;
+        Ok(Self::of(directory, weights, (dtype, chunk_tokens), arena, queue))
+    }
+
+    fn of(
+        directory: &ModelDirectory,
+        weights: ModelWeights,
+        (dtype, chunk_tokens): (DType, usize),
+        arena: Arena,
+        queue: Box<dyn Queue>,
+    ) -> Self {
+        let config = directory.config().without_dropout();
         let name = directory.path().display().to_string();
         let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
         let has_chats = directory.has_chats();
-        Ok(Self { config, weights, dtype, arena, queue, tokenizer, generation, has_chats, name })
+        Self { config, weights, dtype, arena, queue, chunk_tokens, tokenizer, generation, has_chats, name }
     }
 
     /// Returns the type of the weights and activations.
@@ -77,6 +102,16 @@ impl LoadedModel {
     /// Returns the bytes of weights that stay in their files, and of those that were converted into memory.
     pub fn weight_bytes(&self) -> [usize; 2] {
         [self.weights.in_place_bytes, self.weights.converted.len_bytes()]
+    }
+
+    /// Returns the traffic of the disk since the last call; zero unless weights are streamed.
+    pub fn take_disk_traffic(&self) -> DiskTraffic {
+        self.weights.take_traffic()
+    }
+
+    /// Returns the peaks of what was allocated, in bytes: by category, and of the total.
+    pub fn peak_memory(&self) -> (MemoryBytes, usize) {
+        (self.arena.peak(), self.arena.peak_total_bytes())
     }
 
     /// Returns the model's configuration, without dropout.
@@ -119,12 +154,9 @@ impl LoadedModel {
     }
 }
 
-fn record(
-    config: &ModelConfig,
-    dtype: DType,
-    [sequences, seq_len]: [usize; 2],
-    output: HeadOutput,
-) -> RecordedModel {
-    let shape = BlockShape { sequences, seq_len, dtype };
-    RecordedModel::new(config, Mode::Inference, shape, Recompute::None, output)
+/// Returns a queue on which a token's logits do not depend on the tokens that are computed with it.
+fn queue(arena: &Arena, threads: usize) -> Result<Box<dyn Queue>, InferError> {
+    let mut queue = arena.queue(threads)?;
+    queue.set_summation(Summation::ByDepth);
+    Ok(queue)
 }

@@ -9,6 +9,9 @@ use std::{
 use lockstep_checkpoint::{DType, ModelDirectory, safetensors::SafetensorsFile};
 use lockstep_infer::{Generator, InferError, LoadOptions, LoadedModel};
 
+#[path = "cache/placed.rs"]
+mod placed;
+
 const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;
 

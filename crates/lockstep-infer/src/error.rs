@@ -87,9 +87,9 @@ pub enum InferError {
         limit_bytes: u64,
         /// The least limit, in MiB.
         least_mib: u64,
-        /// Bytes of what does not depend on where weights are.
+        /// Bytes of caches, activations and workspace.
         run: u64,
-        /// What else would help.
+        /// Another remedy; may be empty.
         hint: String,
     },
     /// The limit on weights on disk is below what is left for the disk.

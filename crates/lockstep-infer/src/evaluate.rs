@@ -6,8 +6,8 @@ use lockstep_model::HeadOutput;
 
 use crate::{InferError, LoadedModel, weights::RunnerWeights};
 
-/// Sequences per forward.
-pub(crate) const BATCH: u64 = 8;
+/// Most windows of a forward.
+pub const EVALUATED_WINDOWS: usize = 8;
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -34,7 +34,7 @@ pub fn evaluate(
     data: &Dataset,
     mut advance: impl FnMut(u64),
 ) -> Result<Evaluation, InferError> {
-    let sequences = data.windows().min(BATCH);
+    let sequences = data.windows().min(EVALUATED_WINDOWS as u64);
     let recorded = model.record(sequences as usize, data.seq_len(), HeadOutput::Losses);
     let mut runner = Runner::new(&recorded, &model.arena, 0)?;
     let mut weights = RunnerWeights::new(&model.weights);

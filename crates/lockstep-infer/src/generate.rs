@@ -52,7 +52,7 @@ impl<'m> Generator<'m> {
         let caches = (0..model.config.num_hidden_layers())
             .map(|_| Ok([cache()?, cache()?]))
             .collect::<Result<_, TensorError>>()?;
-        let decode = Forward::new(model, 1)?;
+        let decode = Forward::new(model, 1, Reach::Logits)?;
         let logits = vec![0.0; model.config.vocab_size()];
         let widened = Tensor::zeros(&model.arena, DType::F32, [logits.len()], MemoryCategory::Activations)?;
         let in_place = model.weights.in_place();
@@ -141,7 +141,7 @@ impl<'m> Generator<'m> {
                 None => {
                     // Freed memory of chunks of another length is of no use.
                     self.model.arena.trim();
-                    Forward::new(self.model, chunk.len())?
+                    Forward::new(self.model, chunk.len(), Reach::Blocks)?
                 }
             };
             self.forward(Some(&forward), chunk)?;
@@ -198,11 +198,22 @@ impl<'m> Generator<'m> {
     }
 }
 
+/// Units that a forward runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    /// The embedding and the blocks.
+    Blocks,
+    /// All units.
+    Logits,
+}
+
 impl Forward {
-    fn new(model: &LoadedModel, tokens: usize) -> Result<Self, TensorError> {
+    fn new(model: &LoadedModel, tokens: usize, reach: Reach) -> Result<Self, TensorError> {
         let programs = model.record(1, tokens, HeadOutput::Logits);
         let arena = &model.arena;
-        let most = |bytes: &dyn Fn(usize) -> usize| (0..programs.units()).map(bytes).max().unwrap_or(0);
+        // Logits of all tokens of a chunk would be the largest value by far.
+        let units = programs.units() - usize::from(reach == Reach::Blocks);
+        let most = |bytes: &dyn Fn(usize) -> usize| (0..units).map(bytes).max().unwrap_or(0);
         let frame_bytes = most(&|unit| programs.program(unit).frame_bytes());
         let workspace_bytes = most(&|unit| programs.program(unit).workspace_bytes());
         let frame = || arena.allocate(frame_bytes, MemoryCategory::Activations);

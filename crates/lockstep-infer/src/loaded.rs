@@ -1,6 +1,6 @@
 //! A model in memory, ready to run the forward.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use lockstep_checkpoint::ModelDirectory;
 use lockstep_data::Tokenizer;
@@ -9,7 +9,7 @@ use lockstep_plan::{DType, MemoryBytes};
 use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
 
 use crate::{
-    GenerationConfig, InferError, InferencePlan, placement_plan::CHUNK, run_memory::record,
+    GenerationConfig, InferError, InferencePlan, ModelDescription, placement_plan::CHUNK, run_memory::record,
     weights::ModelWeights,
 };
 
@@ -32,10 +32,7 @@ pub struct LoadedModel {
     pub(crate) queue: Box<dyn Queue>,
     /// Tokens of a prompt that are computed at once.
     pub(crate) chunk_tokens: usize,
-    tokenizer: Option<String>,
-    generation: Option<PathBuf>,
-    has_chats: bool,
-    name: String,
+    description: ModelDescription,
 }
 
 impl LoadedModel {
@@ -82,11 +79,9 @@ impl LoadedModel {
         arena: Arena,
         queue: Box<dyn Queue>,
     ) -> Self {
-        let config = directory.config().without_dropout();
-        let name = directory.path().display().to_string();
-        let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
-        let has_chats = directory.has_chats();
-        Self { config, weights, dtype, arena, queue, chunk_tokens, tokenizer, generation, has_chats, name }
+        let description = ModelDescription::of(directory);
+        let config = description.config().clone();
+        Self { config, weights, dtype, arena, queue, chunk_tokens, description }
     }
 
     /// Returns the type of the weights and activations.
@@ -121,31 +116,23 @@ impl LoadedModel {
 
     /// Returns true if a Lockstep run trained this model on chats.
     pub fn has_chats(&self) -> bool {
-        self.has_chats
+        self.description.has_chats()
     }
 
-    /// Returns the model's generation settings; all absent without a `generation_config.json`.
+    /// Returns [`ModelDescription::generation_config`].
     ///
     /// # Errors
     /// If the file cannot be read or is invalid.
     pub fn generation_config(&self) -> Result<GenerationConfig, InferError> {
-        self.generation.as_deref().map_or_else(|| Ok(GenerationConfig::default()), GenerationConfig::read)
+        self.description.generation_config()
     }
 
-    /// Returns the model's tokenizer. Without one, a vocabulary of 256 to 259 tokens means bytes.
+    /// Returns [`ModelDescription::tokenizer`].
     ///
     /// # Errors
     /// If there is no tokenizer, or it cannot be loaded or does not fit the vocabulary.
     pub fn tokenizer(&self) -> Result<Tokenizer, InferError> {
-        let vocab_size = self.config.vocab_size();
-        let name = match &self.tokenizer {
-            Some(name) => name.as_str(),
-            None if (256..=259).contains(&vocab_size) => "bytes",
-            None => return Err(InferError::NoTokenizer { model: self.name.clone(), vocab_size }),
-        };
-        let tokenizer = Tokenizer::load(name)?;
-        tokenizer.fits(vocab_size)?;
-        Ok(tokenizer)
+        self.description.tokenizer()
     }
 
     /// Records the programs for `sequences` of `seq_len` tokens.

@@ -8,9 +8,10 @@ use std::path::PathBuf;
 
 use lockstep_checkpoint::{ModelDirectory, OffloadedWeights};
 use lockstep_config::human;
+use lockstep_engine::EngineError;
 use lockstep_model::{HeadOutput, ModelConfig};
 use lockstep_plan::{DType, ParameterId, ParameterRecord};
-use lockstep_tensor::{Workers, host::available_memory_bytes};
+use lockstep_tensor::{DiskIo, Workers, host::available_memory_bytes};
 
 use crate::{
     InferError,
@@ -19,6 +20,7 @@ use crate::{
         least_bytes, no_gpu, place, residences,
     },
     run_memory::{RunMemory, Workload, record},
+    stream::WeightFiles,
     unit_layout::UnitLayout,
 };
 
@@ -59,7 +61,7 @@ pub struct PlanRequest {
     pub limits: MemoryLimits,
     /// Directory for weights that must be made before they can be read from disk.
     pub offload_dir: Option<PathBuf>,
-    /// What the model runs on.
+    /// Work that memory is planned for.
     pub workload: Workload,
     /// Bytes of the process besides the model ([`proportional_bytes`](lockstep_tensor::host::proportional_bytes)), measured when everything else that stays in memory is
     /// there, such as a tokenizer.
@@ -170,8 +172,9 @@ impl InferencePlan {
             return Err(InferError::DiskLimit { limit_bytes: disk, needed_bytes: plan.disk_bytes });
         }
         let offload_dir = request.offload_dir.clone();
-        let threads = request.threads;
-        Ok(Self { limit_bytes: limit, least_bytes: least, offload_dir, threads, ..plan })
+        let (threads, longest) = (request.threads, request.workload.tokens());
+        let chunk_tokens = plan.chunk_tokens.min(longest).max(1);
+        Ok(Self { limit_bytes: limit, least_bytes: least, offload_dir, threads, chunk_tokens, ..plan })
     }
 
     fn assemble(
@@ -228,6 +231,17 @@ impl InferencePlan {
         Ok(())
     }
 
+    /// Measures the bandwidth at which the disk is read, in bytes per second, by reads of up to `bytes` of the model's files.
+    /// `None` if they are too short for it.
+    ///
+    /// # Errors
+    /// If a file cannot be read or memory runs out.
+    pub fn measure_disk(&self, bytes: usize) -> Result<Option<f64>, InferError> {
+        let files: Vec<PathBuf> = self.parts.files.iter().filter(|path| path.is_file()).cloned().collect();
+        let mut files = WeightFiles::open(&files, DiskIo::Auto).map_err(EngineError::from)?;
+        Ok(files.measure(bytes)?)
+    }
+
     /// Returns the number of streaming buffers; 0 if every weight is resident.
     pub fn buffers(&self) -> usize {
         self.buffers
@@ -244,7 +258,7 @@ impl InferencePlan {
     }
 }
 
-/// What a plan is made from, besides the parts of the model.
+/// Inputs of a plan besides the parts of the model.
 struct Question<'q> {
     config: &'q ModelConfig,
     request: &'q PlanRequest,

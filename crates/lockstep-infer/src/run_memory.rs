@@ -5,7 +5,7 @@ use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, StageMemory, booked_bytes};
 
-/// What a model runs on.
+/// Work that memory is planned for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Workload {
     /// Generation.
@@ -22,6 +22,16 @@ pub enum Workload {
         /// Tokens of a window.
         seq_len: usize,
     },
+}
+
+impl Workload {
+    /// Returns the tokens of a sequence.
+    pub fn tokens(self) -> usize {
+        match self {
+            Self::Generation { context, .. } => context,
+            Self::Evaluation { seq_len, .. } => seq_len,
+        }
+    }
 }
 
 /// Bytes of a run by category, weights excepted.
@@ -57,9 +67,11 @@ impl RunMemory {
     fn of_generation(config: &ModelConfig, dtype: DType, chunk: usize) -> Self {
         let logits = booked_bytes(config.vocab_size() * DType::F32.size_bytes());
         let mut memory = Self { activations: logits as u64, ..Self::default() };
-        for tokens in [1, chunk] {
+        // Only a decoding step runs the head.
+        for (tokens, without) in [(1, 0), (chunk, 1)] {
             let model = record(config, dtype, [1, tokens], HeadOutput::Logits);
-            let most = |bytes: &dyn Fn(usize) -> usize| (0..model.units()).map(bytes).max().unwrap_or(0);
+            let units = model.units() - without;
+            let most = |bytes: &dyn Fn(usize) -> usize| (0..units).map(bytes).max().unwrap_or(0);
             let frame = booked_bytes(most(&|unit| model.program(unit).frame_bytes()));
             let inputs = booked_bytes(tokens * DType::U32.size_bytes());
             memory.activations += 2 * (frame + inputs) as u64;

@@ -9,7 +9,10 @@
 //! buffer 2   reading: unit 6       reading: unit 6
 //! ```
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
 use lockstep_engine::EngineError;
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory, ParameterId, aligned_buffer_bytes};
@@ -73,7 +76,39 @@ impl WeightFiles {
     /// # Errors
     /// If a read fails, or the disk does not answer.
     pub(crate) fn finish(&mut self, tickets: &mut Vec<Ticket>) -> Result<(), DiskError> {
-        tickets.drain(..).fold(Ok(()), |before, ticket| before.and(self.queue.wait(ticket, PATIENCE)))
+        let mut all = Ok(());
+        for ticket in tickets.drain(..) {
+            let read = self.queue.wait(ticket, PATIENCE);
+            all = all.and(read);
+        }
+        all
+    }
+
+    /// Measures the bandwidth of reads of the longest file: up to `bytes` of it, in reads as a stream makes them. In bytes per
+    /// second; `None` if there is no file.
+    ///
+    /// # Errors
+    /// If memory runs out or a read fails.
+    pub(crate) fn measure(&mut self, bytes: usize) -> Result<Option<f64>, EngineError> {
+        const IN_FLIGHT: usize = 48;
+        let Some(file) = self.files.iter().max_by_key(|file| file.len_bytes()) else { return Ok(None) };
+        let reads = (file.len_bytes() as usize).min(bytes) / READ_BYTES;
+        let mut memory = Arena::new().allocate(IN_FLIGHT * READ_BYTES, MemoryCategory::Workspace)?;
+        // Pages come into being at their first use, which is not the disk's time.
+        memory.bytes_mut().fill(0);
+        let mut pending: Vec<Option<Ticket>> = (0..IN_FLIGHT).map(|_| None).collect();
+        let begin = Instant::now();
+        for read in 0..reads + IN_FLIGHT {
+            let place = read % IN_FLIGHT;
+            if let Some(ticket) = pending[place].take() {
+                self.queue.wait(ticket, PATIENCE)?;
+            }
+            if read < reads {
+                let loan = memory.lend(place * READ_BYTES..(place + 1) * READ_BYTES);
+                pending[place] = Some(self.queue.read_stored(file, (read * READ_BYTES) as u64, loan));
+            }
+        }
+        Ok((reads > 0).then(|| (reads * READ_BYTES) as f64 / begin.elapsed().as_secs_f64()))
     }
 }
 

@@ -4,14 +4,15 @@ use std::{process::ExitCode, time::Instant};
 
 use clap::Args;
 use lockstep_config::human;
-use lockstep_infer::{Generator, LoadedModel};
+use lockstep_infer::{Generator, InferencePlan, LoadedModel, Workload};
 use lockstep_plan::random::Philox;
-use lockstep_tensor::host::peak_resident_bytes;
+use lockstep_tensor::host::{peak_resident_bytes, proportional_bytes};
 use serde_json::json;
 
 use crate::exit::Failure;
 use crate::infer::ModelArguments;
 use crate::output::say;
+use crate::placement::{Placed, PlacedModel};
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -36,22 +37,36 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let found = arguments.model.find()?;
+    let context = (arguments.prompt_tokens + arguments.new_tokens) as usize;
+    let workload = Workload::Generation { sequences: 1, context };
+    let plan = found.plan(workload)?;
+    let before = read_alone(plan.as_ref())?;
     let start = Instant::now();
-    let model = arguments.model.open()?;
+    let PlacedModel { model, placed } = &found.load(workload)?;
     let load_ms = milliseconds(start);
     let [mut first_ms, mut prefill_ms, mut decode_ms] = [f64::INFINITY; 3];
+    let mut read_gb_per_s = 0.0_f64;
     for _ in 0..arguments.repeats {
-        let run = time_run(&model, arguments)?;
+        let run = time_run(model, arguments)?;
         if first_ms.is_infinite() {
             first_ms = run.prefill_ms;
         }
         (prefill_ms, decode_ms) = (prefill_ms.min(run.prefill_ms), decode_ms.min(run.decode_ms));
+        read_gb_per_s = read_gb_per_s.max(run.read_gb_per_s);
     }
+    let pss = proportional_bytes();
+    let alone_gb_per_s = match before {
+        Some(before) => Some((before + read_alone(plan.as_ref())?.unwrap_or(before)) / 2.0),
+        None => None,
+    };
+    let memory = (pss, placed.as_ref().map(|placed| placed.predicted_bytes));
     let [in_place, converted] = model.weight_bytes();
     let tokens_per_s = |tokens: u64, ms: f64| tokens as f64 * 1e3 / ms;
     let prefill = tokens_per_s(arguments.prompt_tokens, prefill_ms);
     let decode = tokens_per_s(arguments.new_tokens, decode_ms);
-    let weights_gb_per_s = (in_place + converted) as f64 * decode / 1e9;
+    let weights = placed.as_ref().map_or((in_place + converted) as u64, |placed| placed.weights.iter().sum());
+    let weights_gb_per_s = weights as f64 * decode / 1e9;
     let (dtype, threads, peak) = (model.dtype(), model.threads(), peak_resident_bytes());
     if arguments.json {
         say!(
@@ -60,16 +75,37 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
                 "dtype": dtype.to_string(), "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
                 "prefill_ms": prefill_ms, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode,
                 "weights_in_place_bytes": in_place, "weights_converted_bytes": converted,
-                "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak,
+                "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak, "pss_bytes": memory.0,
+                "predicted_bytes": memory.1, "disk_gb_per_s": read_gb_per_s, "disk_alone_gb_per_s": alone_gb_per_s,
             })
         );
         return Ok(ExitCode::SUCCESS);
     }
     let bytes = |bytes: usize| human::bytes(bytes as u64);
     say!("{} {dtype}, {}", arguments.model.model, human::plural(threads, "thread"));
-    say!("weights: {} in place, {} converted; opened in {load_ms:.0} ms", bytes(in_place), bytes(converted));
+    match placed {
+        Some(Placed { weights: [resident, on_disk], .. }) => {
+            let [resident, on_disk] = [*resident, *on_disk].map(human::bytes);
+            say!("weights: {resident} in memory, {on_disk} on disk; loaded in {load_ms:.0} ms");
+        }
+        None => {
+            let [in_place, converted] = [in_place, converted].map(bytes);
+            say!("weights: {in_place} in place, {converted} converted; opened in {load_ms:.0} ms");
+        }
+    }
     say!("prompt of {}: {prefill:.1} tokens/s ({first_ms:.0} ms at first)", arguments.prompt_tokens);
     say!("then {}: {decode:.2} tokens/s, {weights_gb_per_s:.1} GB/s of weights", arguments.new_tokens);
+    if let Some(alone) = alone_gb_per_s {
+        let percent = 100.0 * read_gb_per_s / alone;
+        say!(
+            "read from disk meanwhile: {read_gb_per_s:.2} GB/s, {percent:.0} % of {alone:.2} GB/s without a model"
+        );
+    }
+    if let (found, Some(predicted)) = memory {
+        let off = 100.0 * (found as f64 / predicted as f64 - 1.0);
+        let (found, predicted) = (human::bytes(found), human::bytes(predicted));
+        say!("memory of the process (PSS): {found}, predicted {predicted} ({off:+.1} %)");
+    }
     say!("peak of resident memory, pages of mapped files included: {}", human::bytes(peak));
     Ok(ExitCode::SUCCESS)
 }
@@ -78,6 +114,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 struct Run {
     prefill_ms: f64,
     decode_ms: f64,
+    /// Bandwidth of reads of weights during the decoding steps.
+    read_gb_per_s: f64,
 }
 
 fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> {
@@ -92,10 +130,19 @@ fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> 
     generator.read(prompt)?;
     let prefill_ms = milliseconds(start);
     let start = Instant::now();
+    model.take_disk_traffic();
     for &id in rest {
         generator.step(id)?;
     }
-    Ok(Run { prefill_ms, decode_ms: milliseconds(start) })
+    let (decode_ms, read_bytes) = (milliseconds(start), model.take_disk_traffic().read_bytes);
+    Ok(Run { prefill_ms, decode_ms, read_gb_per_s: read_bytes as f64 / decode_ms / 1e6 })
+}
+
+/// Returns the bandwidth, in GB/s, of reads of the model's files while nothing runs; `None` if none of it is on disk.
+fn read_alone(plan: Option<&InferencePlan>) -> Result<Option<f64>, Failure> {
+    const TIMED_BYTES: usize = 1 << 30;
+    let Some(plan) = plan.filter(|plan| plan.buffers() > 0) else { return Ok(None) };
+    Ok(plan.measure_disk(TIMED_BYTES)?.map(|bytes_per_s| bytes_per_s / 1e9))
 }
 
 fn milliseconds(start: Instant) -> f64 {

@@ -9,12 +9,13 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_data::{TextStream, Tokenizer};
-use lockstep_infer::{GenerationConfig, Generator, InferError, LoadedModel, Sampler, Sampling};
+use lockstep_infer::{GenerationConfig, Generator, InferError, LoadedModel, Sampler, Sampling, Workload};
 use serde_json::{Value, json};
 
 use crate::exit::{CORRUPT_INPUT, Failure};
 use crate::infer::ModelArguments;
 use crate::output::{note, say, warning};
+use crate::placement::FoundModel;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -68,9 +69,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         && arguments.prompts.is_none()
         && std::io::stdin().is_terminal();
     let prompts = if talks { Vec::new() } else { prompts(arguments)? };
-    let model = arguments.model.open()?;
-    let tokenizer = model.tokenizer()?;
-    let config = model.generation_config()?;
+    let found = arguments.model.find()?;
+    let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
+    let context = context(arguments, &found, (&tokenizer, &config), &prompts)?;
+    let placed = found.load(Workload::Generation { sequences: 1, context })?;
+    let model = &placed.model;
     if !config.ignored.is_empty() {
         warning(&format!(
             "generation_config.json: {} is not supported and left out",
@@ -80,14 +83,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if model.has_chats() && !arguments.chat {
         note!("note: the model was trained on chats; --chat asks it as it was trained");
     }
-    let writer = Writer::new(&model, &tokenizer, &config, arguments)?;
+    let writer = Writer::new(model, &tokenizer, &config, arguments)?;
     if talks {
         return converse(&writer, arguments.system.as_deref());
     }
     let several = prompts.len() as u64 * arguments.samples > 1;
     let mut results = Vec::new();
     for (number, prompt) in prompts.iter().enumerate() {
-        let ids = writer.prompt_ids(prompt, arguments)?;
+        let ids = prompt_ids(&tokenizer, prompt, arguments)?;
         for sample in 0..arguments.samples {
             if several && !arguments.json {
                 say!("--- prompt {}, sample {}", number + 1, sample + 1);
@@ -101,12 +104,46 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             results.push(written.json(prompt));
         }
     }
-    match results.as_slice() {
-        _ if !arguments.json => {}
-        [only] => say!("{only}"),
-        all => say!("{}", json!({ "results": all })),
+    if arguments.json {
+        let mut document = match results.len() {
+            1 => results.remove(0),
+            _ => json!({ "results": results }),
+        };
+        placed.add_map(&mut document);
+        say!("{document}");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the tokens of the longest prompt and of what is generated after it, for which memory is planned. Without limits on
+/// memory nothing is planned.
+fn context(
+    arguments: &Arguments,
+    found: &FoundModel,
+    (tokenizer, config): (&Tokenizer, &GenerationConfig),
+    prompts: &[String],
+) -> Result<usize, Failure> {
+    let longest = found.description.config().max_position_embeddings();
+    // A conversation may become as long as the model allows.
+    if prompts.is_empty() || !arguments.model.placement.is_given() {
+        return Ok(longest);
+    }
+    let new_tokens = arguments.max_new_tokens.or(config.max_new_tokens).or(config.max_length);
+    let mut tokens = 0;
+    for prompt in prompts {
+        tokens = tokens.max(prompt_ids(tokenizer, prompt, arguments)?.len());
+    }
+    Ok(tokens.saturating_add(new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)).min(longest))
+}
+
+/// Returns the tokens of a prompt, or of the chat that it begins.
+fn prompt_ids(tokenizer: &Tokenizer, prompt: &str, arguments: &Arguments) -> Result<Vec<u32>, Failure> {
+    if !arguments.chat {
+        return Ok(tokenizer.encode_prompt(prompt)?);
+    }
+    let system = arguments.system.iter().map(|text| ("system".to_owned(), text.clone()));
+    let messages: Vec<_> = system.chain([("user".to_owned(), prompt.to_owned())]).collect();
+    Ok(tokenizer.encode_chat(&messages)?)
 }
 
 /// Returns the prompts that the command line names.
@@ -253,15 +290,6 @@ impl<'m> Writer<'m> {
                 ));
             }
         }
-    }
-
-    fn prompt_ids(&self, prompt: &str, arguments: &Arguments) -> Result<Vec<u32>, Failure> {
-        if !arguments.chat {
-            return Ok(self.tokenizer.encode_prompt(prompt)?);
-        }
-        let system = arguments.system.iter().map(|text| ("system".to_owned(), text.clone()));
-        let messages: Vec<_> = system.chain([("user".to_owned(), prompt.to_owned())]).collect();
-        Ok(self.tokenizer.encode_chat(&messages)?)
     }
 
     /// Continues `ids`; passes `echoed`, and then each piece of text as it is generated, to `show`.

@@ -107,6 +107,7 @@ mod models;
 mod nodes;
 mod output;
 mod pipelines;
+mod placement;
 mod plan;
 mod planned;
 mod ranks;
@@ -135,8 +136,13 @@ pub mod samples {
 
 /// Models that generate text: loading, the key-value cache, sampling.
 pub mod generation {
+    pub use lockstep_checkpoint::ModelDirectory;
     pub use lockstep_data::Tokenizer;
-    pub use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
+    pub use lockstep_infer::{
+        Device, DeviceMap, Generator, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice,
+        MemoryLimits, PlanRequest, Sampler, Sampling, Workload,
+    };
+    pub use lockstep_tensor::host::proportional_bytes;
 }
 
 pub use lockstep_engine::Optimizer;

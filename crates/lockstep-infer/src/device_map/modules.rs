@@ -43,7 +43,7 @@ pub(crate) struct ModelModule {
     pub(crate) parameters: Vec<ParameterId>,
 }
 
-/// What a placement depends on: parameters, modules, and places in files.
+/// Inputs of a placement: parameters, modules, and places in files.
 #[derive(Debug)]
 pub(crate) struct ModelParts {
     pub(crate) records: Vec<ParameterRecord>,

@@ -12,6 +12,9 @@
 /// Buffers of a streamed model: one in use and two being read; two if there is no room for three.
 const BUFFERS: [usize; 2] = [3, 2];
 
+/// Blocks count as equal if the smaller has this share of the larger's bytes: they differ in whole blocks of the disk.
+const ALIKE: f64 = 0.98;
+
 /// Part of a model that is on one device: a decoder block, or the embedding or head with the weights tied to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Item {
@@ -150,13 +153,12 @@ fn filled(items: &[Item], base: Placement, buffers: usize, available_bytes: u64,
     };
     let mut best = base;
     if order == Order::Spread {
-        // Large parts first, since what they leave free may do for small ones; blocks of one size at equal distances.
-        let mut sizes: Vec<u64> = candidates.iter().map(|&item| items[item].resident_bytes).collect();
-        sizes.sort_unstable();
-        sizes.dedup();
-        for size in sizes.into_iter().rev() {
-            let alike: Vec<usize> =
-                candidates.iter().copied().filter(|&item| items[item].resident_bytes == size).collect();
+        // Large parts first, since what they leave free may do for small ones; blocks of about one size at equal distances.
+        let mut left = candidates.clone();
+        while let Some(largest) = left.iter().map(|&item| items[item].resident_bytes).max() {
+            let is_alike = |item: &usize| items[*item].resident_bytes as f64 >= ALIKE * largest as f64;
+            let alike: Vec<usize> = left.iter().copied().filter(is_alike).collect();
+            left.retain(|item| !is_alike(item));
             let most = (1..=alike.len()).rev().find_map(|count| with(&best, &spread(&alike, count)));
             best = most.unwrap_or(best);
         }

@@ -12,12 +12,12 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use lockstep::generation::{
-    Generator, InferError, InferencePlan, LoadedModel, MapChoice, ModelDirectory, PlanRequest, Sampler,
-    Sampling, Workload, proportional_bytes,
+    Event, InferError, InferencePlan, LoadedModel, MapChoice, ModelDirectory, PlanRequest, Request, Sampling,
+    Scheduler, SchedulerOptions, Workload, proportional_bytes,
 };
 
 const NEW_TOKENS: usize = 48;
-/// Most tokens of the prompt and the answer.
+/// Tokens of the prompt and the answer for which memory is planned.
 const CONTEXT: usize = 512;
 
 fn generate() -> Result<(), Box<dyn std::error::Error>> {
@@ -50,12 +50,20 @@ fn generate() -> Result<(), Box<dyn std::error::Error>> {
 
     let tokenizer = model.tokenizer()?;
     let prompt = tokenizer.encode(value("--prompt").unwrap_or("fn main"))?;
-    let capacity = (prompt.len() + NEW_TOKENS).min(config.max_position_embeddings()).min(CONTEXT);
-    let mut generator = Generator::new(&model, capacity)?.sliding(capacity / 2);
-    let mut sampler = Sampler::new(Sampling { temperature: 0.0, ..Sampling::default() })?;
     let mut tokens = prompt.clone();
-    generator.generate::<InferError>(&prompt, NEW_TOKENS, &mut sampler, |token| {
-        tokens.push(token);
+    let room = config.max_position_embeddings().saturating_sub(prompt.len());
+    let requests =
+        [Request { prompt, max_new_tokens: NEW_TOKENS.min(room), sampling: Sampling::greedy(), kept: None }];
+    let cache_tokens = Scheduler::cache_tokens(&model, &requests, 1)?;
+    let options = SchedulerOptions { max_sequences: 1, max_step_tokens: model.chunk_tokens(), cache_tokens };
+    let mut scheduler = Scheduler::new(&model, options)?;
+    for request in requests {
+        scheduler.add(request)?;
+    }
+    scheduler.run::<InferError>(|_, event| {
+        if let Event::Token(token) = event {
+            tokens.push(token.id);
+        }
         Ok(ControlFlow::Continue(()))
     })?;
     println!("{}", tokenizer.decode(&tokens)?);

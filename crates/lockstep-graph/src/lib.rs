@@ -85,7 +85,7 @@ pub use peers::{ContextPeers, GridGroups, Peers};
 pub use placement::{Placement, Split, Transfer};
 pub use program::Program;
 pub use recorder::Recorder;
-pub use replay::{Batch, InputGradients, KeyValueCache, Parameters, Replay, Run, Seed};
+pub use replay::{Batch, InputGradients, Parameters, Replay, Run, Seed};
 pub use reports::{MAX_REPORTS, Report, ReportKind};
 pub use shapes::Shapes;
 pub use timeline::{Activity, Begin, Cost, Span, Timeline, Trace};

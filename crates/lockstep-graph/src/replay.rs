@@ -4,7 +4,7 @@
 use std::cell::Cell;
 
 use lockstep_plan::DType;
-use lockstep_tensor::{Buffer, Dropout, Kernels, Tensor, TokenPositions, View, Write};
+use lockstep_tensor::{Buffer, Dropout, Kernels, PagedCache, Tensor, TokenPositions, View, Write};
 
 use crate::{
     block::{DropoutSite, ParameterIndex, TokenRange, Value, ValueInfo},
@@ -52,17 +52,6 @@ pub struct Batch<'a> {
     pub inputs: &'a [Tensor],
 }
 
-/// Cached keys and values of one sequence, for one layer.
-#[derive(Debug, Clone, Copy)]
-pub struct KeyValueCache<'a> {
-    /// Keys, `[capacity, key_value_heads · head_dim]`.
-    pub keys: View<'a>,
-    /// Values, `[capacity, key_value_heads · head_dim]`.
-    pub values: View<'a>,
-    /// Number of cached tokens.
-    pub filled: usize,
-}
-
 /// The buffers, groups and settings of one replay.
 #[derive(Clone, Copy)]
 pub struct Replay<'a> {
@@ -82,8 +71,8 @@ pub struct Replay<'a> {
     pub workspace: &'a Buffer,
     /// Index of the block's first dropout site in the model.
     pub first_dropout_site: u32,
-    /// Key-value cache, in generation.
-    pub cache: Option<KeyValueCache<'a>>,
+    /// The key-value cache of the block's layer, in generation: then the rows of the batch are new tokens of its sequences.
+    pub cache: Option<PagedCache<'a>>,
     /// The tensor-parallel group, if the block was recorded for several ranks.
     pub peers: Option<Peers<'a>>,
     /// Row and column groups of this rank, under two-dimensional tensor parallelism.

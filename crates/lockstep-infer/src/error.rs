@@ -61,6 +61,12 @@ pub enum InferError {
         /// Largest allowed number of tokens.
         allowed: usize,
     },
+    /// The key-value cache has no room for more tokens.
+    #[error("the key-value cache has room for {tokens} tokens, and the sequences need more")]
+    CacheFull {
+        /// Tokens that the cache holds.
+        tokens: usize,
+    },
     /// The model's `generation_config.json` is invalid.
     #[error("{}: {problem}", path.display())]
     GenerationConfig {

@@ -20,6 +20,16 @@ pub struct GenerationConfig {
     pub top_k: Option<usize>,
     /// Probability mass of the most likely tokens to sample from (nucleus sampling).
     pub top_p: Option<f32>,
+    /// Least probability of a token, as a factor on that of the most likely one.
+    pub min_p: Option<f32>,
+    /// Divisor of the positive logits of tokens in the prompt or the output.
+    pub repetition_penalty: Option<f32>,
+    /// Number of beams of a beam search.
+    pub num_beams: Option<usize>,
+    /// Exponent of the length by which the log-probability of a beam is divided.
+    pub length_penalty: Option<f32>,
+    /// True ends a beam search with the first complete texts.
+    pub early_stopping: Option<bool>,
     /// Largest number of new tokens.
     pub max_new_tokens: Option<usize>,
     /// Largest number of tokens, those of the prompt included.
@@ -29,12 +39,9 @@ pub struct GenerationConfig {
 }
 
 /// Keys that change the text and are not supported, with their neutral values.
-const UNSUPPORTED: [(&str, f64); 8] = [
-    ("repetition_penalty", 1.0),
+const UNSUPPORTED: [(&str, f64); 5] = [
     ("no_repeat_ngram_size", 0.0),
-    ("num_beams", 1.0),
     ("penalty_alpha", 0.0),
-    ("min_p", 0.0),
     ("typical_p", 1.0),
     ("epsilon_cutoff", 0.0),
     ("eta_cutoff", 0.0),
@@ -76,6 +83,12 @@ impl GenerationConfig {
             temperature: number("temperature")?,
             top_k: size("top_k")?,
             top_p: number("top_p")?,
+            min_p: number("min_p")?,
+            num_beams: size("num_beams")?,
+            length_penalty: number("length_penalty")?,
+            // The third value, "never", is not supported.
+            early_stopping: given("early_stopping").and_then(Value::as_bool),
+            repetition_penalty: number("repetition_penalty")?,
             max_new_tokens: size("max_new_tokens")?,
             max_length: size("max_length")?,
             ignored: ignored.collect(),
@@ -107,7 +120,7 @@ mod tests {
     fn keys_are_read_and_what_is_not_supported_is_named() {
         let config = read(json!({
             "eos_token_id": [128_001, 128_009], "do_sample": true, "temperature": 0.6, "top_k": null, "top_p": 0.9,
-            "max_new_tokens": 40, "repetition_penalty": 1.05, "num_beams": 1, "transformers_version": "4.44.0",
+            "max_new_tokens": 40, "repetition_penalty": 1.05, "num_beams": 1, "typical_p": 0.9, "transformers_version": "4.44.0",
         }));
         let expected = GenerationConfig {
             end: Some(vec![128_001, 128_009]),
@@ -115,7 +128,9 @@ mod tests {
             temperature: Some(0.6),
             top_p: Some(0.9),
             max_new_tokens: Some(40),
-            ignored: vec!["repetition_penalty = 1.05".to_owned()],
+            repetition_penalty: Some(1.05),
+            num_beams: Some(1),
+            ignored: vec!["typical_p = 0.9".to_owned()],
             ..GenerationConfig::default()
         };
         assert_eq!(config, Ok(expected));

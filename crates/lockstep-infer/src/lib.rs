@@ -1,18 +1,23 @@
 //! Evaluation and text generation.
 //!
 //! Both run the same block code as training, recorded in [`Mode::Inference`](lockstep_graph::Mode); there is no
-//! second forward. [`LoadedModel`] holds the weights, [`evaluate`] measures the loss on a text, and [`Generator`]
-//! continues a prompt one token at a time with a key-value cache for each layer.
+//! second forward. [`LoadedModel`] holds the weights and [`evaluate`] measures the loss on a text. A [`Batch`] reads tokens of several
+//! sequences at once, with a key-value cache in pages; a [`Scheduler`] generates many requests with it, and a [`Generator`] reads one
+//! sequence.
 //!
 //! [`InferencePlan`] places the modules of a model under memory limits: in memory or on disk, from which they are read ahead
 //! of use.
 #![forbid(unsafe_code)]
 
+mod batch;
+mod beam;
+mod cache;
 mod description;
 mod device_map;
 mod error;
 mod estimate;
 mod evaluate;
+mod forward;
 mod generate;
 mod generation;
 mod held;
@@ -20,10 +25,13 @@ mod loaded;
 mod placement_plan;
 mod run_memory;
 mod sample;
+mod scheduler;
 mod stream;
 mod unit_layout;
 mod weights;
 
+pub use batch::{Batch, NewTokens, SequenceId};
+pub use beam::{BeamOptions, Hypothesis, beam_search};
 pub use description::ModelDescription;
 pub use device_map::{Device, DeviceMap, MemoryLimits, Module};
 pub use error::InferError;
@@ -34,4 +42,5 @@ pub use generation::GenerationConfig;
 pub use loaded::{LoadOptions, LoadedModel};
 pub use placement_plan::{InferencePlan, MapChoice, PlanRequest, PredictedMemory};
 pub use run_memory::Workload;
-pub use sample::{Sampler, Sampling};
+pub use sample::{Drawn, Sampler, Sampling, TokenLogprob};
+pub use scheduler::{Event, FinishReason, Request, RequestId, Scheduler, SchedulerOptions};

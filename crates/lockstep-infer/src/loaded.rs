@@ -99,6 +99,11 @@ impl LoadedModel {
         [self.weights.in_place_bytes, self.weights.converted.len_bytes()]
     }
 
+    /// Returns the most tokens of prompts that are computed at once.
+    pub fn chunk_tokens(&self) -> usize {
+        self.chunk_tokens
+    }
+
     /// Returns the traffic of the disk since the last call; zero unless weights are streamed.
     pub fn take_disk_traffic(&self) -> DiskTraffic {
         self.weights.take_traffic()

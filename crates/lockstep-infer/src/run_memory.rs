@@ -1,9 +1,10 @@
 //! The memory of a run besides weights: caches of keys and values, activations and workspace, before anything is allocated.
 
 use lockstep_engine::Runner;
-use lockstep_graph::{BlockShape, Mode, Recompute};
+use lockstep_graph::{BlockShape, Mode, Program, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, StageMemory, booked_bytes};
+use lockstep_tensor::{Arena, PAGE_TOKENS};
 
 /// Work that memory is planned for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,11 +26,11 @@ pub enum Workload {
 }
 
 impl Workload {
-    /// Returns the tokens of a sequence.
-    pub fn tokens(self) -> usize {
+    /// Returns the most tokens that a pass can have.
+    pub(crate) fn tokens(self) -> usize {
         match self {
-            Self::Generation { context, .. } => context,
-            Self::Evaluation { seq_len, .. } => seq_len,
+            Self::Generation { sequences, context } => sequences * context,
+            Self::Evaluation { windows, seq_len } => windows * seq_len,
         }
     }
 }
@@ -47,7 +48,7 @@ impl RunMemory {
     pub(crate) fn of(config: &ModelConfig, dtype: DType, workload: Workload, chunk: usize) -> Self {
         match workload {
             Workload::Generation { sequences, context } => {
-                let generation = Self::of_generation(config, dtype, chunk.min(context));
+                let generation = Self::of_generation(config, dtype, sequences, (chunk, context));
                 Self { kv_cache: sequences as u64 * kv_cache_bytes(config, dtype, context), ..generation }
             }
             Workload::Evaluation { windows, seq_len } => {
@@ -63,29 +64,49 @@ impl RunMemory {
         self.kv_cache + self.activations + self.workspace
     }
 
-    /// Returns the memory of the programs of a decoding step and of a chunk of a prompt, which exist together.
-    fn of_generation(config: &ModelConfig, dtype: DType, chunk: usize) -> Self {
-        let logits = booked_bytes(config.vocab_size() * DType::F32.size_bytes());
-        let mut memory = Self { activations: logits as u64, ..Self::default() };
-        // Only a decoding step runs the head.
-        for (tokens, without) in [(1, 0), (chunk, 1)] {
-            let model = record(config, dtype, [1, tokens], HeadOutput::Logits);
-            let units = model.units() - without;
-            let most = |bytes: &dyn Fn(usize) -> usize| (0..units).map(bytes).max().unwrap_or(0);
-            let frame = booked_bytes(most(&|unit| model.program(unit).frame_bytes()));
-            let inputs = booked_bytes(tokens * DType::U32.size_bytes());
-            memory.activations += 2 * (frame + inputs) as u64;
-            memory.workspace += booked_bytes(most(&|unit| model.program(unit).workspace_bytes())) as u64;
-        }
-        memory
+    /// Returns the memory of a forward with a chunk of a prompt and the logits of all sequences.
+    fn of_generation(
+        config: &ModelConfig,
+        dtype: DType,
+        sequences: usize,
+        (chunk, context): (usize, usize),
+    ) -> Self {
+        let rows = chunk.min(sequences * context).max(sequences);
+        let [blocks, head] =
+            [rows, sequences].map(|rows| record(config, dtype, [1, rows], HeadOutput::Logits));
+        let [frame, workspace] = frame_and_workspace_bytes(&blocks, &head);
+        let words = |count: usize| booked_bytes(count * DType::U32.size_bytes());
+        let logits = sequences * config.vocab_size() * DType::F32.size_bytes();
+        let tables =
+            words(sequences + 1) + words(sequences) + words(sequences * context.div_ceil(PAGE_TOKENS));
+        // Logits are on the host as well.
+        let activations = 2 * booked_bytes(frame)
+            + 2 * words(rows)
+            + booked_bytes(sequences * config.hidden_size() * dtype.size_bytes())
+            + 2 * booked_bytes(logits)
+            + tables;
+        Self { kv_cache: 0, activations: activations as u64, workspace: booked_bytes(workspace) as u64 }
     }
 }
 
-/// Returns the bytes of the cached keys and values of one sequence of `context` tokens.
+/// Returns the bytes of the cached keys and values of one sequence of `context` tokens: whole pages.
 pub(crate) fn kv_cache_bytes(config: &ModelConfig, dtype: DType, context: usize) -> u64 {
-    let width = config.num_key_value_heads() * config.head_dim();
-    let cache = booked_bytes(context * width * dtype.size_bytes()) as u64;
-    2 * config.num_hidden_layers() as u64 * cache
+    let (heads, head_dim) = (config.num_key_value_heads(), config.head_dim());
+    // The kernels choose the layout of a page. Without a queue its elements are counted without padding.
+    let queue = Arena::new().queue(1);
+    let elements = queue
+        .map_or([heads * head_dim * PAGE_TOKENS; 2], |queue| queue.page_elements(dtype, heads, head_dim));
+    let page: usize = elements.iter().map(|elements| elements * dtype.size_bytes()).sum();
+    (config.num_hidden_layers() * context.div_ceil(PAGE_TOKENS) * page) as u64
+}
+
+/// Returns the bytes of a frame and of the workspace in which the embedding and the blocks of `blocks` and the head of `head` run.
+/// Logits of all rows of a prompt would be the largest value by far.
+pub(crate) fn frame_and_workspace_bytes(blocks: &RecordedModel, head: &RecordedModel) -> [usize; 2] {
+    let last = head.units() - 1;
+    let programs = || (0..last).map(|unit| blocks.program(unit)).chain([head.program(last)]);
+    let most = |bytes: fn(&Program) -> usize| programs().map(bytes).max().unwrap_or(0);
+    [most(Program::frame_bytes), most(Program::workspace_bytes)]
 }
 
 /// Records the programs of a model for `sequences` of `seq_len` tokens.

@@ -3,11 +3,16 @@
 
 use std::{
     fs,
+    ops::{ControlFlow, Range},
     path::{Path, PathBuf},
 };
 
 use lockstep_checkpoint::{DType, ModelDirectory, safetensors::SafetensorsFile};
-use lockstep_infer::{Generator, InferError, LoadOptions, LoadedModel};
+use lockstep_infer::{
+    BeamOptions, Event, FinishReason, Generator, InferError, LoadOptions, LoadedModel, Request, Sampling,
+    Scheduler, SchedulerOptions, beam_search,
+};
+use lockstep_tensor::PAGE_TOKENS;
 
 #[path = "cache/placed.rs"]
 mod placed;
@@ -169,4 +174,144 @@ fn more_tokens_than_positions_are_refused() {
     let model = LoadedModel::open(&fixture("gpt2"), 1).unwrap();
     let Err(error) = Generator::new(&model, 33) else { panic!("33 tokens do not fit 32 positions") };
     assert!(matches!(error, InferError::TooLong { tokens: 33, allowed: 32 }), "{error}");
+}
+
+/// Returns the tokens and their log-probabilities of requests that a scheduler generates together.
+fn scheduled(model: &LoadedModel, requests: Vec<Request>, options: SchedulerOptions) -> Vec<Vec<(u32, u32)>> {
+    let mut scheduler = Scheduler::new(model, options).unwrap();
+    let mut texts = vec![Vec::new(); requests.len()];
+    for (number, request) in requests.into_iter().enumerate() {
+        assert_eq!(scheduler.add(request).unwrap(), number);
+    }
+    let mut finished = vec![0; texts.len()];
+    scheduler
+        .run::<InferError>(|request, event| {
+            match event {
+                Event::Token(drawn) => {
+                    texts[request].push((drawn.id, drawn.logprob.unwrap().to_bits()));
+                    // One request is ended by the receiver of its tokens.
+                    if request == 2 && texts[2].len() == 3 {
+                        return Ok(ControlFlow::Break(()));
+                    }
+                }
+                Event::Finished(reason) => {
+                    finished[request] += 1;
+                    let expected = if request == 2 { FinishReason::Stop } else { FinishReason::Length };
+                    assert_eq!(reason, expected, "request {request}");
+                }
+            }
+            Ok(ControlFlow::Continue(()))
+        })
+        .unwrap();
+    assert!(finished.iter().all(|&times| times == 1), "each request ends once: {finished:?}");
+    texts
+}
+
+/// Requests of unlike lengths, some greedy and some sampled, one for no tokens, and one that outgrows the model's positions.
+fn requests(ids: &[u32], positions: usize) -> Vec<Request> {
+    let sampled = |seed| Sampling { temperature: 0.9, top_k: 20, seed, ..Sampling::default() };
+    let greedy = Sampling::greedy;
+    let request = |range: Range<usize>, max_new_tokens: usize, sampling: Sampling| Request {
+        prompt: ids[range].to_vec(),
+        max_new_tokens,
+        sampling: Sampling { logprobs: Some(0), ..sampling },
+        kept: None,
+    };
+    // Few positions are outgrown soon.
+    let more = if positions <= PAGE_TOKENS { positions + 4 } else { 12 };
+    let sliding = Request { kept: Some(5), ..request(3..9, more, sampled(5)) };
+    vec![
+        request(0..1, 9, greedy()),
+        request(0..17, 6, sampled(1)),
+        request(2..5, 8, sampled(2)),
+        request(4..5, 0, greedy()),
+        sliding,
+        request(1..20, 4, greedy()),
+        request(7..9, 11, sampled(3)),
+    ]
+}
+
+#[test]
+fn a_request_has_the_same_bits_alone_and_in_any_batch() {
+    for family in FAMILIES {
+        let (ids, _) = expected(family);
+        let [one, two] = [1, 2].map(|threads| LoadedModel::open(&fixture(family), threads).unwrap());
+        assert_batches_change_nothing(&[&one, &two], &ids, family);
+    }
+    for family in NARROWED {
+        let (ids, _) = expected(family);
+        let directory = ModelDirectory::open(&fixture(family)).unwrap();
+        for dtype in [DType::BF16, DType::F16] {
+            let model =
+                LoadedModel::load(&directory, LoadOptions { threads: 2, dtype: Some(dtype) }).unwrap();
+            assert_batches_change_nothing(&[&model], &ids, &format!("{family} {dtype}"));
+        }
+    }
+}
+
+fn assert_batches_change_nothing(models: &[&LoadedModel], ids: &[u32], what: &str) {
+    let positions = models[0].config().max_position_embeddings();
+    let all = |max_sequences, max_step_tokens, pages: usize| SchedulerOptions {
+        max_sequences,
+        max_step_tokens,
+        cache_tokens: pages * PAGE_TOKENS,
+    };
+    let alone = scheduled(models[0], requests(ids, positions), all(1, 512, 1));
+    for model in models {
+        // All at once; small steps; few places; a cache with room for three at a time.
+        for options in [all(32, 512, 32), all(32, 5, 32), all(2, 7, 32), all(32, 512, 3)] {
+            let together = scheduled(model, requests(ids, positions), options);
+            for (request, (found, expected)) in together.iter().zip(&alone).enumerate() {
+                let threads = model.threads();
+                assert_eq!(found, expected, "{what}, request {request}, {options:?}, {threads} threads");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_request_that_never_fits_the_cache_is_refused_and_disturbs_no_other() {
+    let model = LoadedModel::open(&fixture("llama"), 1).unwrap();
+    let (ids, _) = expected("llama");
+    let options = SchedulerOptions { max_sequences: 4, max_step_tokens: 8, cache_tokens: 0 };
+    let mut scheduler = Scheduler::new(&model, options).unwrap();
+    let request = || requests(&ids, 64).remove(1);
+    assert!(matches!(scheduler.add(request()), Err(InferError::CacheFull { tokens: 0 })));
+    let empty = Request { prompt: Vec::new(), ..request() };
+    assert!(matches!(scheduler.add(empty), Err(InferError::EmptyPrompt)));
+    let long = Request { max_new_tokens: 1000, ..request() };
+    assert!(matches!(scheduler.add(long), Err(InferError::TooLong { tokens: 1017, .. })));
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn beam_searches_find_the_texts_of_transformers() {
+    let cases = fs::read_to_string(fixture("beams.json")).unwrap();
+    let cases: Vec<serde_json::Value> = serde_json::from_str(&cases).unwrap();
+    assert_eq!(cases.len(), 8);
+    for case in cases {
+        let ids = |value: &serde_json::Value| -> Vec<u32> {
+            value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+        };
+        let model = LoadedModel::open(&fixture(case["model"].as_str().unwrap()), 2).unwrap();
+        let options = BeamOptions {
+            beams: case["num_beams"].as_u64().unwrap() as usize,
+            max_new_tokens: case["max_new_tokens"].as_u64().unwrap() as usize,
+            length_penalty: case["length_penalty"].as_f64().unwrap() as f32,
+            early_stopping: case["early_stopping"].as_bool().unwrap(),
+            end: ids(&case["end"]),
+        };
+        let found = beam_search(&model, &ids(&case["prompt"]), &options).unwrap();
+        let expected = case["found"].as_array().unwrap();
+        assert_eq!(found.len(), expected.len(), "{options:?}");
+        for (rank, (found, expected)) in found.iter().zip(expected).enumerate() {
+            let score = expected["score"].as_f64().unwrap() as f32;
+            let is_close = (found.score - score).abs() <= 2e-5 * score.abs();
+            assert!(
+                found.tokens == ids(&expected["tokens"]) && is_close,
+                "{} with {options:?}: text {rank} is {found:?} instead of {expected}",
+                case["model"]
+            );
+        }
+    }
 }

@@ -10,7 +10,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
     Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, CopyKernels, CpuQueue, Dropout,
-    Tensor, TokenSpan, Write,
+    PAGE_TOKENS, PagedCache, Queue, Tensor, TokenSpan, Write,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -169,5 +169,64 @@ fn attention(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, attention);
+/// One new token of a sequence with a cache in pages, on two threads. The sequences take turns, so that the cache comes from
+/// memory: throughput counts its bytes.
+fn decode(c: &mut Criterion) {
+    const TOKENS: usize = 4096;
+    const SEQUENCES: usize = 8;
+    const PAGES: usize = TOKENS / PAGE_TOKENS;
+    let arena = Arena::new();
+    let queue = CpuQueue::new(2, &arena).expect("threads for a bench");
+    let words = |words: &[u32]| Tensor::from_slice(&arena, [words.len()], words, CATEGORY).expect("memory");
+    for (dtype, heads, key_value_heads) in [(DType::F32, 16, 8), (DType::BF16, 16, 8), (DType::BF16, 32, 32)]
+    {
+        let head_dim = 128;
+        let geometry = Attention {
+            sequences: 1,
+            queries: TokenSpan::whole(1),
+            keys: TokenSpan::whole(TOKENS),
+            heads,
+            key_value_heads,
+            head_dim,
+            scale: (head_dim as f32).powf(-0.5),
+            window: None,
+            document_starts: None,
+            first_head: 0,
+            dropout: None,
+            variant: AttentionVariant::default(),
+        };
+        let page_elements = queue.page_elements(dtype, key_value_heads, head_dim);
+        let [keys, values] =
+            page_elements.map(|elements| random(&arena, dtype, SEQUENCES * PAGES * elements, &queue));
+        let q = random(&arena, dtype, heads * head_dim, &queue);
+        let out = random(&arena, dtype, heads * head_dim, &queue);
+        let statistics = random(&arena, DType::F32, heads, &queue);
+        let (row_starts, cached) = (words(&[0, 1]), words(&[TOKENS as u32 - 1]));
+        let tables: Vec<u32> = (0..(SEQUENCES * PAGES) as u32).collect();
+        let tables: Vec<Tensor> = tables.chunks(PAGES).map(words).collect();
+        let bytes = PAGES * page_elements.iter().sum::<usize>() * dtype.size_bytes();
+        let name = format!("decode {dtype}, {TOKENS} keys, {heads}/{key_value_heads} heads of {head_dim}");
+        let mut group = c.benchmark_group(name);
+        group.throughput(Throughput::Bytes(bytes as u64));
+        let mut turn = 0;
+        group.bench_function("one token", |b| {
+            b.iter(|| {
+                turn = (turn + 1) % SEQUENCES;
+                let cache = PagedCache {
+                    keys: keys.view(),
+                    values: values.view(),
+                    row_starts: row_starts.view(),
+                    cached: cached.view(),
+                    pages: tables[turn].view(),
+                };
+                let shape = [1, heads, head_dim];
+                let (q, out) = (q.view().reshape(shape), out.view().reshape(shape));
+                queue.cached_attention(&geometry, cache, q, out, statistics.view());
+            });
+        });
+        group.finish();
+    }
+}
+
+criterion_group!(benches, attention, decode);
 criterion_main!(benches);

@@ -76,7 +76,9 @@ fn few_rows(criterion: &mut Criterion) {
     let arena = Arena::new();
     let mut queue = CpuQueue::new(THREADS, &arena).expect("threads for a bench");
     for dtype in [DType::F32, DType::BF16] {
-        for (rows, outputs, inputs) in [(1, 4096, 11_008), (8, 4096, 11_008), (1, 768, 768)] {
+        for (rows, outputs, inputs) in
+            [(1, 4096, 11_008), (8, 4096, 11_008), (32, 4096, 11_008), (1, 768, 768), (32, 768, 768)]
+        {
             let x = matrix(&arena, &queue, dtype, [rows, inputs]);
             let y = matrix(&arena, &queue, dtype, [rows, outputs]);
             let w = matrix(&arena, &queue, dtype, [outputs, inputs]);

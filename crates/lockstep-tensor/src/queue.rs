@@ -1,5 +1,7 @@
 //! Queues: kernels run in the order in which they are called.
 
+use lockstep_plan::DType;
+
 use crate::{CpuLevel, Event, F32Products, Kernels, Summation, Workers};
 
 /// A queue of a device: kernels run in the order in which they are called.
@@ -26,6 +28,9 @@ pub trait Queue: Kernels {
 
     /// Sets the order of additions of linear layers' products and of attention.
     fn set_summation(&mut self, summation: Summation);
+
+    /// Returns the elements of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens.
+    fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2];
 
     /// Returns the number of compute threads of the host.
     fn threads(&self) -> usize {

@@ -4,7 +4,7 @@ use std::{process::ExitCode, time::Instant};
 
 use clap::Args;
 use lockstep_config::human;
-use lockstep_infer::{Generator, InferencePlan, LoadedModel, Workload};
+use lockstep_infer::{Batch, InferencePlan, LoadedModel, NewTokens, SequenceId, Workload};
 use lockstep_plan::random::Philox;
 use lockstep_tensor::host::{peak_resident_bytes, proportional_bytes};
 use serde_json::json;
@@ -24,6 +24,9 @@ pub(crate) struct Arguments {
     /// Tokens generated after it, one at a time
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_one())]
     new_tokens: u64,
+    /// Sequences at a time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
+    sequences: u64,
     /// Runs; the fastest of each time counts
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least_one())]
     repeats: u64,
@@ -39,7 +42,7 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let found = arguments.model.find()?;
     let context = (arguments.prompt_tokens + arguments.new_tokens) as usize;
-    let workload = Workload::Generation { sequences: 1, context };
+    let workload = Workload::Generation { sequences: arguments.sequences as usize, context };
     let plan = found.plan(workload)?;
     let before = read_alone(plan.as_ref())?;
     let start = Instant::now();
@@ -63,10 +66,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let memory = (pss, placed.as_ref().map(|placed| placed.predicted_bytes));
     let [in_place, converted] = model.weight_bytes();
     let tokens_per_s = |tokens: u64, ms: f64| tokens as f64 * 1e3 / ms;
-    let prefill = tokens_per_s(arguments.prompt_tokens, prefill_ms);
-    let decode = tokens_per_s(arguments.new_tokens, decode_ms);
+    let prefill = tokens_per_s(arguments.sequences * arguments.prompt_tokens, prefill_ms);
+    let decode = tokens_per_s(arguments.sequences * arguments.new_tokens, decode_ms);
     let weights = placed.as_ref().map_or((in_place + converted) as u64, |placed| placed.weights.iter().sum());
-    let weights_gb_per_s = weights as f64 * decode / 1e9;
+    let weights_gb_per_s = weights as f64 * decode / arguments.sequences as f64 / 1e9;
     let (dtype, threads, peak) = (model.dtype(), model.threads(), peak_resident_bytes());
     if arguments.json {
         say!(
@@ -125,15 +128,18 @@ fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> 
     let ids: Vec<u32> =
         (0..prompt_tokens + new_tokens).map(|at| (random.uniform(at) * vocab_size) as u32).collect();
     let (prompt, rest) = ids.split_at(prompt_tokens as usize);
-    let mut generator = Generator::new(model, ids.len())?;
+    let mut batch = Batch::new(model, Batch::cache_tokens(vec![ids.len(); arguments.sequences as usize]))?;
+    let sequences: Vec<SequenceId> = (0..arguments.sequences).map(|_| batch.open()).collect();
+    let mut read = |ids: &[u32]| {
+        let tokens = |&sequence| NewTokens { sequence, ids, wants_logits: true };
+        batch.read(&sequences.iter().map(tokens).collect::<Vec<_>>()).map(drop)
+    };
     let start = Instant::now();
-    generator.read(prompt)?;
+    prompt.chunks((model.chunk_tokens() / sequences.len()).max(1)).try_for_each(&mut read)?;
     let prefill_ms = milliseconds(start);
     let start = Instant::now();
     model.take_disk_traffic();
-    for &id in rest {
-        generator.step(id)?;
-    }
+    rest.chunks(1).try_for_each(&mut read)?;
     let (decode_ms, read_bytes) = (milliseconds(start), model.take_disk_traffic().read_bytes);
     Ok(Run { prefill_ms, decode_ms, read_gb_per_s: read_bytes as f64 / decode_ms / 1e6 })
 }

@@ -134,13 +134,14 @@ pub mod samples {
     pub use lockstep_data::samples::*;
 }
 
-/// Models that generate text: loading, the key-value cache, sampling.
+/// Models that generate text: loading, batches with a key-value cache, sampling.
 pub mod generation {
     pub use lockstep_checkpoint::ModelDirectory;
     pub use lockstep_data::Tokenizer;
     pub use lockstep_infer::{
-        Device, DeviceMap, Generator, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice,
-        MemoryLimits, PlanRequest, Sampler, Sampling, Workload,
+        Batch, Device, DeviceMap, Drawn, Event, FinishReason, Generator, InferError, InferencePlan,
+        LoadedModel, MapChoice, MemoryLimits, PlanRequest, Request, Sampler, Sampling, Scheduler,
+        SchedulerOptions, Workload,
     };
     pub use lockstep_tensor::host::proportional_bytes;
 }

@@ -418,22 +418,21 @@ impl AttentionOperation {
         self.shape.heads as u64 * shapes.rows(self.q) * shapes.whole_seq_len() as u64
     }
 
-    /// Attends within whole sequences or, with a key-value cache, to the cached tokens of one sequence as well.
+    /// Attends within whole sequences or, with a key-value cache, from new tokens to all tokens of their sequences.
     fn whole_attention(&self, run: &Run<'_>) {
-        let Self { q, k, v, y, .. } = *self;
-        let len = self.queries(run);
-        let (mut keys, mut values) = (run.value(k), run.value(v));
-        let [mut of_queries, mut of_keys] = [TokenSpan::whole(len); 2];
-        if let Some(cache) = run.replay.cache {
-            let end = cache.filled + len;
-            run.replay.queue.cast(keys, cache.keys.rows(cache.filled..end));
-            run.replay.queue.cast(values, cache.values.rows(cache.filled..end));
-            (keys, values) = (cache.keys.rows(0..end), cache.values.rows(0..end));
-            of_keys = TokenSpan::whole(end);
-            of_queries.position = cache.filled;
-        }
-        let operands = [run.value(q), keys, values];
-        self.attend(run, [of_queries, of_keys], operands, run.value(y), Write::Overwrite);
+        let Self { q, k, v, y, shape, .. } = *self;
+        let spans = [TokenSpan::whole(self.queries(run)); 2];
+        let [q, k, v, y] = [q, k, v, y].map(|value| run.value(value));
+        let Some(cache) = run.replay.cache else {
+            return self.attend(run, spans, [q, k, v], y, Write::Overwrite);
+        };
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
+        let of_queries = |view| split_heads(view, heads, head_dim);
+        let [k, v] = [k, v].map(|view| split_heads(view, key_value_heads, head_dim));
+        let queue = run.queue();
+        queue.append_to_cache(cache, key_value_heads, k, v);
+        let geometry = self.geometry(run, spans);
+        queue.cached_attention(&geometry, cache, of_queries(q), of_queries(y), self.softmax_statistic(run));
     }
 
     /// Calls the attention kernel on a span of queries and a span of keys.

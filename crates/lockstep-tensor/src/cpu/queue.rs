@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use lockstep_plan::DType;
+
 use super::{
+    attention::PageLayout,
     gemm::Scratch,
     pool::{Pool, Workers},
 };
@@ -77,6 +80,10 @@ impl Queue for CpuQueue {
 
     fn set_summation(&mut self, summation: Summation) {
         self.summation = summation;
+    }
+
+    fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
+        PageLayout::of(self.level, dtype, head_dim).head_elements().map(|elements| key_value_heads * elements)
     }
 }
 

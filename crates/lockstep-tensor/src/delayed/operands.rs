@@ -166,6 +166,7 @@ with_views! {
     LayerNorm { x, weight, mean, rstd }
     Lion { parameter, gradient, exp_avg, rounded }
     Muon { parameter, gradient, momentum_buffer, rounded }
+    PagedCache { keys, values, row_starts, cached, pages }
     Permutation { slots, rows }
     RmsNorm { x, weight, rstd }
     RunningStatistics { mean, variance }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lockstep_plan::{QuantizedType, exact::ExactSum};
+use lockstep_plan::{DType, QuantizedType, exact::ExactSum};
 
 use super::{
     Delayed, Fault,
@@ -14,9 +14,9 @@ use crate::{
     Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue, Device, DeviceMemory, Dropout,
     ElementwiseKernels, EmbeddingKernels, Event, F32Products, GatedActivation, Gelu, Gemm, GemmKernels,
     GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
-    Pending, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm,
-    RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd,
-    Summation, TensorError, TokenPositions, View, Workers, Write,
+    PagedCache, Pending, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue,
+    RmsNorm, RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs,
+    RunningStatistics, Sgd, Summation, TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -108,6 +108,10 @@ impl Queue for DelayedQueue {
     fn set_summation(&mut self, summation: Summation) {
         self.device.list.run_all();
         Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_summation(summation);
+    }
+
+    fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
+        self.cpu.page_elements(dtype, key_value_heads, head_dim)
     }
 }
 
@@ -205,6 +209,10 @@ families! {
         );
         attention_sinks_backward[attention: Attention<'_>](
             out: View<'_>, log_sum_exp: View<'_>, dout: View<'_>, dsinks: View<'_>
+        );
+        append_to_cache(cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: View<'_>);
+        cached_attention[attention: Attention<'_>](
+            cache: PagedCache<'_>, q: View<'_>, out: View<'_>, log_sum_exp: View<'_>
         );
     }
     ElementwiseKernels {

@@ -1,4 +1,5 @@
-//! Kernels of attention in blocks: causal or bidirectional, forward with log-sum-exp and backward.
+//! Kernels of attention in blocks: causal or bidirectional, forward with log-sum-exp and backward; and attention to a key-value
+//! cache in pages.
 
 use crate::{AttentionVariant, Dropout, View, Write};
 
@@ -57,6 +58,26 @@ pub struct Attention<'a> {
     pub dropout: Option<Dropout<'a>>,
     /// Direction, key mask, ALiBi, soft-capping and sinks; the default is plain causal attention.
     pub variant: AttentionVariant<'a>,
+}
+
+/// Tokens of a page of a key-value cache.
+pub const PAGE_TOKENS: usize = 64;
+
+/// A batch of sequences with the pages of their key-value caches, for one layer (Kwon et al., PagedAttention, 2023). The queue
+/// determines the order of the elements in a page ([`Queue::page_elements`](crate::Queue::page_elements)).
+#[derive(Debug, Clone, Copy)]
+pub struct PagedCache<'a> {
+    /// Pages of keys, `[pages, elements of a page]`.
+    pub keys: View<'a>,
+    /// Pages of values, `[pages, elements of a page]`.
+    pub values: View<'a>,
+    /// First row of each sequence in the batch, then the end of the last one, u32 `[sequences + 1]`.
+    pub row_starts: View<'a>,
+    /// Tokens of each sequence that were cached before this batch, u32 `[sequences]`.
+    pub cached: View<'a>,
+    /// Pages of each sequence in the order of its tokens, u32 `[sequences, most pages of one]`; entries beyond its last token
+    /// are not read.
+    pub pages: View<'a>,
 }
 
 /// Overwrite or accumulate, for each result of [`AttentionKernels::attention_backward`].
@@ -131,5 +152,27 @@ pub trait AttentionKernels {
         log_sum_exp: View<'_>,
         dout: View<'_>,
         dsinks: View<'_>,
+    );
+
+    /// Writes the keys and values of new tokens, `[rows, key_value_heads, head_dim]`, to the pages of their sequences. A page is
+    /// overwritten as a whole when its first token is written.
+    ///
+    /// # Panics
+    /// If a sequence has not enough pages, or the pages have another size.
+    fn append_to_cache(&self, cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: View<'_>);
+
+    /// Computes the attention of the rows of a batch, `[rows, heads, head_dim]`, to all tokens of their own sequence up to
+    /// themselves, which are in the cache. Of `attention` the heads, scale, window and variant count; its spans of tokens are
+    /// those of the batch. A row's result has the same bits in any batch.
+    ///
+    /// # Panics
+    /// If the attention has a key mask, documents or dropout.
+    fn cached_attention(
+        &self,
+        attention: &Attention<'_>,
+        cache: PagedCache<'_>,
+        q: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
     );
 }

@@ -21,7 +21,7 @@ mod norm;
 mod optimizer;
 mod pool;
 
-pub use attention::{Attention, AttentionKernels, AttentionWrite, TokenSpan};
+pub use attention::{Attention, AttentionKernels, AttentionWrite, PAGE_TOKENS, PagedCache, TokenSpan};
 pub use attention_variant::{AttentionDirection, AttentionVariant, alibi_slopes, document_ends};
 pub use batch_norm::{BatchNorm, BatchNormKernels, RunningStatistics};
 pub use convolution::{Conv2d, ConvolutionKernels, Window2d};

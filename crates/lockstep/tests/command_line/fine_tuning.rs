@@ -2,10 +2,10 @@
 
 use serde_json::{Value, json};
 
-use crate::workshop::{Outcome, Workshop};
+use crate::workshop::Workshop;
 
 /// A tokenizer with ids up to 255, whose words all occur in the workshop's text.
-const TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "decoder": null,
+pub(crate) const TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "decoder": null,
     "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "model": {"type": "WordLevel",
     "vocab": {"All": 0, "ranks": 1, "wait": 2, "[UNK]": 255}, "unk_token": "[UNK]"}}"#;
 
@@ -93,68 +93,8 @@ fn presets_are_listed_with_their_sizes() {
     assert!(!listed.contains("llama"), "{listed}");
 }
 
-/// Runs `generate` with the exported model.
-fn generate(workshop: &Workshop, more: &[&str]) -> Outcome {
-    workshop.run(&[&["generate", "--model", "hf"], more].concat())
-}
-
-#[test]
-fn generation_follows_the_models_own_configuration_unless_told_otherwise() {
-    let workshop = Workshop::trained();
-    let prompt = ["--prompt", "All ranks", "--json"];
-    let told = [&prompt[..], &["--temperature", "0", "--max-new-tokens", "6"]].concat();
-    let greedy = generate(&workshop, &told).json();
-    assert_eq!((greedy["tokens"].as_array().unwrap().len(), &greedy["finish_reason"]), (6, &json!("length")));
-    workshop.write("hf/generation_config.json", r#"{"do_sample": false, "max_new_tokens": 6}"#);
-    assert_eq!(generate(&workshop, &prompt).json(), greedy);
-    let shorter = generate(&workshop, &[&prompt[..], &["--max-new-tokens", "2"]].concat()).json();
-    assert_eq!(shorter["tokens"].as_array().unwrap(), &greedy["tokens"].as_array().unwrap()[..2]);
-    // The last of its end-of-text tokens is the first that it would generate.
-    let ends = json!({"do_sample": false, "eos_token_id": [999, greedy["tokens"][0]]}).to_string();
-    workshop.write("hf/generation_config.json", ends);
-    let ended = generate(&workshop, &told).json();
-    assert_eq!((&ended["tokens"], &ended["finish_reason"]), (&json!([]), &json!("stop")));
-}
-
-#[test]
-fn prompts_come_from_files_and_standard_input_and_in_samples() {
-    let workshop = Workshop::trained();
-    workshop.write("prompts.txt", "All\n\nranks\n");
-    let several = ["--prompts", "prompts.txt", "-n", "2", "--max-new-tokens", "3", "--seed", "5", "--json"];
-    let all = generate(&workshop, &several).json();
-    let results = all["results"].as_array().unwrap();
-    let prompts: Vec<&str> = results.iter().map(|result| result["prompt"].as_str().unwrap()).collect();
-    assert_eq!(prompts, ["All", "All", "ranks", "ranks"]);
-    let one = ["--prompt", "All", "--max-new-tokens", "3", "--seed", "6", "--json"];
-    assert_eq!(generate(&workshop, &one).json(), results[1]);
-    let piped = format!(
-        "printf 'All\\n' | '{}' generate --model hf --max-new-tokens 3 --seed 6 --json",
-        env!("CARGO_BIN_EXE_lockstep")
-    );
-    assert_eq!(workshop.start("sh", &["-c", &piped]).finish().json(), results[1]);
-    let text = generate(&workshop, &several[..6]).succeeds().stdout;
-    assert!(text.contains("--- prompt 2, sample 2\nranks"), "{text}");
-    let chat = ["--chat", "--system", "s", "--prompt", "q", "--max-new-tokens", "1", "--json"];
-    let template = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n";
-    workshop.edit_json("hf/config.json", |config| config["max_position_embeddings"] = 128.into());
-    assert_eq!(generate(&workshop, &chat).json()["prompt_tokens"], template.len());
-}
-
-#[test]
-fn a_window_slides_over_what_the_context_does_not_hold() {
-    let workshop = Workshop::trained();
-    let long = ["--prompt", "All ranks wait", "--max-new-tokens", "100", "--json"];
-    generate(&workshop, &long).refuses(2, &["114 tokens", "64 positions", "--sliding-window 32"]);
-    let slid = generate(&workshop, &[&long[..], &["--sliding-window", "32"]].concat()).json();
-    assert_eq!(slid["tokens"].as_array().unwrap().len(), 100);
-    // Nothing differs until the context is full.
-    let within = ["--prompt", "All ranks wait", "--max-new-tokens", "50", "--json"];
-    let within = generate(&workshop, &within).json();
-    assert_eq!(slid["tokens"].as_array().unwrap()[..50], within["tokens"].as_array().unwrap()[..]);
-}
-
 /// Returns the names in the directory, without caches and the workshop's own files.
-fn names(workshop: &Workshop) -> Vec<String> {
+pub(crate) fn names(workshop: &Workshop) -> Vec<String> {
     let entries = std::fs::read_dir(workshop.path("")).unwrap();
     let mut names: Vec<String> =
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -200,49 +140,5 @@ fn mistakes_with_data_have_one_message_that_names_the_way_out() {
         .fails(2, &["data.columns", "promt", "prompt, completion"]);
     workshop.train(&["data.columns={ prompt = 1 }"]).fails(2, &["data.columns", "a table of strings"]);
     workshop.train(&["data.columns=prompt"]).fails(2, &["data.columns", "a table of strings"]);
-    assert_eq!(names(&workshop), before);
-}
-
-#[test]
-fn mistakes_with_models_and_generation_have_one_message_that_names_the_way_out() {
-    let workshop = Workshop::trained();
-    workshop.write("empty.txt", "\n\n");
-    workshop.write("latin1.txt", b"caf\xe9");
-    std::fs::create_dir(workshop.path("nothing")).unwrap();
-    let before = names(&workshop);
-    let cases: [(&[&str], i32, &[&str]); 13] = [
-        (&[], 2, &["there is no prompt", "--prompts FILE"]),
-        (&["--prompt", "-"], 2, &["there is no prompt"]),
-        (&["--prompts", "gone.txt"], 2, &["--prompts gone.txt", "No such file"]),
-        (&["--prompts", "empty.txt"], 2, &["--prompts empty.txt has no prompt"]),
-        (&["--prompts", "latin1.txt"], 4, &["latin1.txt is not UTF-8"]),
-        (&["--prompts", "empty.txt", "--prompt", "a"], 2, &["cannot be used with"]),
-        (&["--prompt", "a", "--system", "b"], 2, &["--chat"]),
-        (&["--prompt", "a", "-n", "0"], 2, &["0"]),
-        (&["--prompt", "a", "--sliding-window", "0"], 2, &["--sliding-window 0", "1 to 63"]),
-        (&["--prompt", "a", "--sliding-window", "64"], 2, &["--sliding-window 64", "1 to 63"]),
-        (&["--prompt", "a", "--temperature", "-1"], 2, &["temperature", "0 or more"]),
-        (&["--prompt", "a", "--max-new-tokens", "64"], 2, &["--sliding-window"]),
-        (&["--prompt", "a", "--adapter", "nothing"], 2, &["nothing"]),
-    ];
-    for (arguments, code, parts) in cases {
-        generate(&workshop, arguments).fails(code, parts);
-    }
-    for (text, parts) in [
-        ("{", &["generation_config.json"][..]),
-        (r#"{"eos_token_id": "</s>"}"#, &["generation_config.json", "eos_token_id", "a token id or a list"]),
-        (r#"{"temperature": "hot"}"#, &["temperature", "a number"]),
-    ] {
-        workshop.write("hf/generation_config.json", text);
-        generate(&workshop, &["--prompt", "a"]).fails(4, parts);
-    }
-    workshop.write("hf/generation_config.json", "{}");
-    workshop.run(&["generate", "--model", "nothing", "--prompt", "a"]).fails(2, &["nothing/config.json"]);
-    workshop.run(&["models", "llama9"]).fails(2, &["llama9", "lockstep models"]);
-    workshop.write("hf/tokenizer.json", TOKENIZER);
-    workshop.write("hf/chat_template.jinja", "{{ raise_exception('roles must alternate') }}");
-    generate(&workshop, &["--chat", "--prompt", "a"]).fails(2, &["tokenizer.json", "roles must alternate"]);
-    workshop.write("hf/chat_template.jinja", "{% for %}");
-    generate(&workshop, &["--chat", "--prompt", "a"]).fails(4, &["chat_template.jinja", "line 1"]);
     assert_eq!(names(&workshop), before);
 }

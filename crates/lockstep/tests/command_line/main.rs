@@ -12,6 +12,7 @@ mod data;
 mod events;
 mod fine_tuning;
 mod frozen_disks;
+mod generation;
 mod going_on;
 mod habits;
 mod hosts;

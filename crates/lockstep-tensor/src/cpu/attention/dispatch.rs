@@ -8,9 +8,16 @@ use lockstep_plan::DType;
 #[cfg(target_arch = "aarch64")]
 use super::aarch64;
 #[cfg(target_arch = "x86_64")]
+use super::tiles::DotProducts;
+#[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{
-    backward::Backward, forward::Forward, geometry::Geometry, output::Output, sinks::SinksBackward,
+    backward::Backward,
+    forward::Forward,
+    geometry::Geometry,
+    output::Output,
+    pages::{Append, Batch, Sequences},
+    sinks::SinksBackward,
     worker::run,
 };
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -22,7 +29,8 @@ use super::{
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::gemm::panels::NeonBf16;
 use crate::{
-    Attention, AttentionKernels, AttentionVariant, AttentionWrite, CpuQueue, Summation, View, Write,
+    Attention, AttentionKernels, AttentionVariant, AttentionWrite, CpuQueue, PagedCache, Summation, View,
+    Write,
     cpu::{
         operands::{Operand, check_disjoint},
         simd::with_float,
@@ -122,6 +130,81 @@ impl AttentionKernels for CpuQueue {
         with_float!(q.dtype(), T => run(self, &work!(T)));
     }
 
+    fn append_to_cache(&self, cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: View<'_>) {
+        let PagedCache { row_starts, cached, pages, .. } = cache;
+        check_disjoint(&[cache.keys, cache.values], &[k, v, row_starts, cached, pages]);
+        let [rows, _, head_dim] = heads_of("keys", k);
+        let sequences = Sequences::new(self.level, &cache, [key_value_heads, head_dim], rows);
+        expect_elements(rows * key_value_heads * head_dim, &[("k", k), ("v", v)]);
+        with_float!(k.dtype(), T => run(self, &Append::<T> {
+            sequences,
+            head_dim,
+            // SAFETY: the pages overlap no other operand, as just checked.
+            new: unsafe { [k.slice(), v.slice()] },
+            caches: [cache.keys, cache.values].map(Operand::new),
+        }));
+    }
+
+    fn cached_attention(
+        &self,
+        attention: &Attention<'_>,
+        cache: PagedCache<'_>,
+        q: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+    ) {
+        let PagedCache { keys, values, row_starts, cached, pages } = cache;
+        check_operands(attention, &[out, log_sum_exp], &[q, keys, values, row_starts, cached, pages]);
+        let AttentionVariant { document_ends, key_mask, .. } = attention.variant;
+        assert!(
+            document_ends.is_none() && key_mask.is_none() && attention.document_starts.is_none(),
+            "attention to a cache has neither documents nor a key mask"
+        );
+        assert!(attention.dropout.is_none(), "attention to a cache has no dropout");
+        let [rows, heads, head_dim] = heads_of("queries", q);
+        assert_eq!(
+            [heads, head_dim],
+            [attention.heads, attention.head_dim],
+            "queries of attention are {q:?}"
+        );
+        expect_elements(q.elements(), &[("out", out)]);
+        expect_elements(rows * heads, &[("log_sum_exp", log_sum_exp)]);
+        let sequences = Sequences::new(self.level, &cache, [attention.key_value_heads, head_dim], rows);
+        macro_rules! works {
+            ($T:ty) => {
+                sequences.geometries(attention, rows).map(|geometry| {
+                    // SAFETY: outputs overlap no other operand, as just checked.
+                    unsafe {
+                        Forward::<$T> {
+                            geometry,
+                            q: q.slice(),
+                            k: keys.slice(),
+                            v: values.slice(),
+                            out: Output::new("out", out, Write::Overwrite),
+                            log_sum_exp: Operand::new(log_sum_exp),
+                        }
+                    }
+                })
+            };
+        }
+        #[cfg(target_arch = "x86_64")]
+        if q.dtype() == DType::BF16 && self.level >= packed::LEVEL {
+            return match self.level {
+                CpuLevel::AmxBf16 => {
+                    let works = works!(bf16).map(Tiled::<_, Tiles>::new);
+                    run_lanes::<x86::Avx512>(self, &Batch::new(works))
+                }
+                _ => run_lanes::<x86::Avx512>(self, &Batch::new(works!(bf16).map(DotProducts::new))),
+            };
+        }
+        #[cfg(target_arch = "aarch64")]
+        if q.dtype() == DType::BF16 && self.level >= packed::LEVEL {
+            let works = works!(bf16).map(Tiled::<_, NeonBf16>::new);
+            return run_lanes::<aarch64::Neon>(self, &Batch::new(works));
+        }
+        with_float!(q.dtype(), T => run(self, &Batch::new(works!(T))));
+    }
+
     fn attention_sinks_backward(
         &self,
         attention: &Attention<'_>,
@@ -192,6 +275,14 @@ fn check_operands(attention: &Attention<'_>, outputs: &[View<'_>], inputs: &[Vie
     for own in own.into_iter().flatten() {
         check_disjoint(outputs, &[own]);
     }
+}
+
+/// Returns the rows, heads and elements per head of a view.
+fn heads_of(name: &str, view: View<'_>) -> [usize; 3] {
+    let &[rows, heads, head_dim] = view.shape().dims() else {
+        panic!("{name} of attention are {view:?}; allowed: [rows, heads, elements of a head]")
+    };
+    [rows, heads, head_dim]
 }
 
 fn expect_elements(expected: usize, operands: &[(&str, View<'_>)]) {

@@ -105,15 +105,25 @@ impl<T: Float> Forward<'_, T> {
             if geometry.valid_keys(pair, first_key) == 0 {
                 continue;
             }
-            let block = first_key..geometry.key_len.min(first_key + BLOCK);
-            let places = || geometry.key_vectors(pair, block.clone());
-            pack::<V, T>(k, places(), 1.0, vectors, width);
-            transpose::<V>(vectors, width, block.len(), keys_transposed);
-            pack::<V, T>(v, places(), 1.0, vectors, width);
-            let next = block.end..keys.end.min(block.end + BLOCK);
-            let next = || geometry.key_vectors(pair, next.clone());
-            next().for_each(|key| prefetch(k, key));
-            next().for_each(|key| prefetch(v, key));
+            let [keys_transposed, vectors] = match geometry.cached_block(pair, first_key, [k, v]) {
+                Some([keys, values]) => {
+                    // The values are needed after the product with the keys, the next keys after that with the values.
+                    prefetch(values, 0..values.len());
+                    [keys, values]
+                }
+                None => {
+                    let block = first_key..geometry.key_len.min(first_key + BLOCK);
+                    let places = || geometry.key_vectors(pair, block.clone());
+                    pack::<V, T>(k, places(), 1.0, vectors, width);
+                    transpose::<V>(vectors, width, block.len(), keys_transposed);
+                    pack::<V, T>(v, places(), 1.0, vectors, width);
+                    let next = block.end..keys.end.min(block.end + BLOCK);
+                    let next = || geometry.key_vectors(pair, next.clone());
+                    next().for_each(|key| prefetch(k, key));
+                    next().for_each(|key| prefetch(v, key));
+                    [&*keys_transposed, &*vectors]
+                }
+            };
 
             for first_row in rows.clone().step_by(BLOCK) {
                 let strip = first_row..rows.end.min(first_row + BLOCK);
@@ -132,6 +142,12 @@ impl<T: Float> Forward<'_, T> {
                     shrinkage: &mut shrinkage,
                 }
                 .update::<V>(scores);
+                if strip.start == rows.start
+                    && first_key + BLOCK < keys.end
+                    && let Some([next, _]) = geometry.cached_block(pair, first_key + BLOCK, [k, v])
+                {
+                    prefetch(next, 0..next.len());
+                }
                 gather::<V>(geometry, visible, scores, vectors, Start::Scaled(&shrinkage), sums);
             }
         }

@@ -8,9 +8,13 @@ use std::ops::Range;
 
 use super::{
     lanes::BLOCK,
+    pages::Pages,
     variant::{KeyMask, Sinks},
 };
-use crate::{Attention, AttentionDirection, Dropout, TokenSpan, View, cpu::dropout::Mask};
+use crate::{
+    Attention, AttentionDirection, Dropout, TokenSpan, View,
+    cpu::{dropout::Mask, simd::Float},
+};
 
 /// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.
 pub(super) type Bits = [u64; BLOCK];
@@ -45,6 +49,8 @@ pub(super) struct Geometry<'a> {
     /// Position at which the document of each query ends, of the same shape; `None` if causal.
     document_ends: Option<&'a [u32]>,
     key_mask: Option<KeyMask<'a>>,
+    /// Pages of the keys, if they are those of a cache.
+    pub(super) pages: Option<Pages<'a>>,
 }
 
 /// One key head of one sequence.
@@ -85,7 +91,7 @@ impl<'a> Geometry<'a> {
         Self {
             key_len: keys.len,
             head_dim,
-            padded_dim: head_dim.next_multiple_of(16),
+            padded_dim: Self::padded(head_dim),
             scale: attention.scale,
             dropout: attention.dropout.map(|dropout| KeyedMask::new(dropout, attention.sequences)),
             soft_cap: variant.soft_cap,
@@ -117,7 +123,18 @@ impl<'a> Geometry<'a> {
             key_mask: variant
                 .key_mask
                 .map(|mask| unsafe { KeyMask::new(mask, attention.sequences, keys.position + keys.len) }),
+            pages: None,
         }
+    }
+
+    /// Returns `head_dim` rounded up to whole registers of every level.
+    pub(super) const fn padded(head_dim: usize) -> usize {
+        head_dim.next_multiple_of(16)
+    }
+
+    /// Reads the keys and values from the pages of a cache.
+    pub(super) fn paged(self, pages: Pages<'a>) -> Self {
+        Self { pages: Some(pages), ..self }
     }
 
     pub(super) fn sequences(&self) -> usize {
@@ -173,7 +190,7 @@ impl<'a> Geometry<'a> {
         })
     }
 
-    /// Returns the ranges of the vectors of `keys` in a tensor of keys.
+    /// Returns the ranges of the vectors of `keys` in a tensor of keys, or in a cache: then the keys are those of one block.
     #[inline(always)]
     pub(super) fn key_vectors(
         &self,
@@ -181,9 +198,31 @@ impl<'a> Geometry<'a> {
         keys: Range<usize>,
     ) -> impl ExactSizeIterator<Item = Range<usize>> + Clone {
         let &Self { head_dim, .. } = self;
-        let first = pair.sequence * self.keys.stored + self.keys.first;
-        let (first, stride) = ((first * self.key_value_heads + pair.key_head) * head_dim, self.key_stride());
-        keys.map(move |key| first + key * stride..first + key * stride + head_dim)
+        let (origin, first, stride) = match self.pages {
+            None => {
+                let first = pair.sequence * self.keys.stored + self.keys.first;
+                (0, (first * self.key_value_heads + pair.key_head) * head_dim, self.key_stride())
+            }
+            Some(pages) => {
+                let block = keys.start / BLOCK;
+                (block * BLOCK, pages.start(0, pair.key_head, block), head_dim)
+            }
+        };
+        keys.map(move |key| {
+            let start = first + (key - origin) * stride;
+            start..start + head_dim
+        })
+    }
+
+    /// Returns the keys and values of a block as right operands, if a cache holds them in this order.
+    #[inline(always)]
+    pub(super) fn cached_block<'k, T: Float>(
+        &self,
+        pair: Pair,
+        first_key: usize,
+        caches: [&'k [T]; 2],
+    ) -> Option<[&'k [f32]; 2]> {
+        self.pages.and_then(|pages| pages.operands(pair.key_head, first_key / BLOCK, caches))
     }
 
     /// Returns the elements from one key's vector to the next.

@@ -11,7 +11,8 @@
 //! `geometry` determines the visible keys of each query; `lanes`, `x86` and `aarch64` are vector registers; `product` multiplies
 //! blocks; `block` packs and scores them, and `scores` changes the scores for soft-capping and ALiBi. `forward` and
 //! `backward` are the algorithms, `sinks` is the gradient of attention sinks, `output` writes the results, and `tiles`
-//! runs them on bf16 matrix instructions with the operands of `packed`. `variant` reads key masks and sinks.
+//! runs them on bf16 matrix instructions with the operands of `packed`. `pages` is the key-value cache. `variant` reads key
+//! masks and sinks.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
@@ -24,6 +25,9 @@ mod lanes;
 mod output;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod packed;
+mod pages;
+#[cfg(test)]
+mod pages_tests;
 mod product;
 #[cfg(test)]
 mod reference;
@@ -41,3 +45,5 @@ mod variant_tests;
 mod worker;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+
+pub(super) use pages::PageLayout;

@@ -8,6 +8,7 @@ use super::{
     block::{PREFETCH_ROWS, prefetch},
     geometry::{Geometry, columns_of, rows_with},
     lanes::{BLOCK, Lanes},
+    pages::PanelLayout,
     product::Start,
 };
 use crate::{
@@ -44,11 +45,24 @@ impl<K> Copy for Sizes<K> {}
 
 impl<K: MicroKernel> Sizes<K> {
     pub(super) fn new(geometry: &Geometry<'_>) -> Self {
+        Self::of(geometry.head_dim)
+    }
+
+    pub(super) fn of(head_dim: usize) -> Self {
         const { assert!(BLOCK_UNITS.is_multiple_of(K::DEPTH) && BLOCK.is_multiple_of(K::COLUMNS)) };
-        let head_dim = geometry.head_dim;
         // Four units of every row make whole cache lines of a block.
         let head_units = head_dim.div_ceil(2).next_multiple_of(K::DEPTH.max(4));
         Self { head_dim, head_units, kernel: PhantomData }
+    }
+
+    /// Returns the layout of right operands.
+    pub(super) fn panel_layout(self) -> PanelLayout {
+        let line = match K::B_ORDER {
+            Order::AcrossDepth => 1,
+            Order::AlongDepth => K::DEPTH,
+        };
+        let Self { head_dim, head_units, .. } = self;
+        PanelLayout { head_dim, head_units, width: K::COLUMNS, line }
     }
 
     /// Units of a block of vectors as the left operand, summed over the head's elements.
@@ -195,12 +209,13 @@ unsafe fn right<K: MicroKernel>(
     unsafe { pack::<K::Vector, BfloatPair, ColumnPanels<K>>(operand, columns, depth, units, packed) }
 }
 
-/// Rounds a block of scores to bf16.
+/// Rounds rows of a block of scores to bf16. Returns the block; its other rows are those of earlier calls.
 #[inline]
 pub(super) fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
     let rounded = bytemuck::cast_slice_mut::<f32, bf16>(rounded);
+    let target = &mut rounded[..scores.len()];
     // Matrix instructions for bf16 are chosen only if the CPU has this level.
-    LEVEL.run_with_isa(inlined!(|isa| bf16::store_all(isa, scores, rounded)));
+    LEVEL.run_with_isa(inlined!(|isa| bf16::store_all(isa, scores, target)));
     rounded
 }
 

@@ -19,6 +19,8 @@ use super::{
     scores::{change_scores, multiply_derivatives},
     worker::Worker,
 };
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::gemm::panels::{Avx512DotBlock, Avx512DotFour, Avx512DotTwo};
 use crate::cpu::gemm::panels::{MicroKernel, Operand, Order};
 
 /// A forward or a backward with the micro-kernel `K` of bf16 matrix instructions.
@@ -87,16 +89,29 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
                 continue;
             }
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
-            let places = || geometry.key_vectors(pair, block.clone());
-            // SAFETY: the caller's promise.
-            unsafe {
-                sizes.pack_right(&sizes.stage(k, places(), staged), keys);
-                sizes.pack_right_across(&sizes.stage(v, places(), staged), values);
-            }
-            let next = block.end..seen.end.min(block.end + BLOCK);
-            let next = || geometry.key_vectors(pair, next.clone());
-            next().for_each(|key| prefetch(k, key));
-            next().for_each(|key| prefetch(v, key));
+            let [keys, values] = match geometry.cached_block(pair, first_key, [k, v]) {
+                Some(operands) => {
+                    if block.end < seen.end
+                        && let Some(next) = geometry.cached_block(pair, block.end, [k, v])
+                    {
+                        next.into_iter().for_each(|operand| prefetch(operand, 0..operand.len()));
+                    }
+                    operands
+                }
+                None => {
+                    let places = || geometry.key_vectors(pair, block.clone());
+                    // SAFETY: the caller's promise.
+                    unsafe {
+                        sizes.pack_right(&sizes.stage(k, places(), staged), keys);
+                        sizes.pack_right_across(&sizes.stage(v, places(), staged), values);
+                    }
+                    let next = block.end..seen.end.min(block.end + BLOCK);
+                    let next = || geometry.key_vectors(pair, next.clone());
+                    next().for_each(|key| prefetch(k, key));
+                    next().for_each(|key| prefetch(v, key));
+                    [&*keys, &*values]
+                }
+            };
 
             for (strip, queries) in strips(rows.clone()).zip(queries.chunks_exact(sizes.left())) {
                 let Some(visible) = geometry.visible(pair, strip.clone(), first_key) else { continue };
@@ -125,7 +140,7 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
                 }
                 .update::<V>(scores);
                 let gathered = Target::vectors(sums, strip.len(), geometry, Start::Scaled(&shrinkage));
-                let scores = round(scores, rounded);
+                let scores = round(&scores[..strip.len() * BLOCK], rounded);
                 // SAFETY: the caller's promise.
                 unsafe {
                     let weights = score_rows::<K>(scores, strip.len(), block.len(), weights);
@@ -134,6 +149,52 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
             }
         }
         self.work.finish::<V>(pair, rows, sums, &maxima, &totals);
+    }
+}
+
+/// A forward by the dot products of AVX-512, with a tile that its rows fill. The tile changes no bit.
+#[cfg(target_arch = "x86_64")]
+pub(super) enum DotProducts<'a> {
+    Two(Tiled<Forward<'a, bf16>, Avx512DotTwo>),
+    Four(Tiled<Forward<'a, bf16>, Avx512DotFour>),
+    Block(Tiled<Forward<'a, bf16>, Avx512DotBlock>),
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> DotProducts<'a> {
+    pub(super) fn new(work: Forward<'a, bf16>) -> Self {
+        match work.geometry.rows() {
+            0..=2 => Self::Two(Tiled::new(work)),
+            3..=4 => Self::Four(Tiled::new(work)),
+            _ => Self::Block(Tiled::new(work)),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Worker for DotProducts<'_> {
+    fn tasks(&self) -> usize {
+        match self {
+            Self::Two(work) => work.tasks(),
+            Self::Four(work) => work.tasks(),
+            Self::Block(work) => work.tasks(),
+        }
+    }
+
+    fn scratch_elements(&self) -> usize {
+        match self {
+            Self::Two(work) => work.scratch_elements(),
+            Self::Four(work) => work.scratch_elements(),
+            Self::Block(work) => work.scratch_elements(),
+        }
+    }
+
+    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
+        match self {
+            Self::Two(work) => work.run::<V>(task, scratch),
+            Self::Four(work) => work.run::<V>(task, scratch),
+            Self::Block(work) => work.run::<V>(task, scratch),
+        }
     }
 }
 

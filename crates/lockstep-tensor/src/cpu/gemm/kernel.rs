@@ -355,3 +355,15 @@ outer_product_kernel!(
     /// As [`Avx512Dot`], for products of the 64 rows of a block of attention, which 12 do not divide.
     Avx512DotBlock: Bf16Pairs, 8 x 2
 );
+
+#[cfg(target_arch = "x86_64")]
+outer_product_kernel!(
+    /// As [`Avx512DotBlock`], for up to two rows: those of a token that attends to a cache.
+    Avx512DotTwo: Bf16Pairs, 2 x 2
+);
+
+#[cfg(target_arch = "x86_64")]
+outer_product_kernel!(
+    /// As [`Avx512DotTwo`], for up to four rows.
+    Avx512DotFour: Bf16Pairs, 4 x 2
+);

@@ -54,7 +54,10 @@ pub(super) mod panels {
     #[cfg(target_arch = "aarch64")]
     pub(in crate::cpu) use super::aarch64::NeonBf16;
     #[cfg(target_arch = "x86_64")]
-    pub(in crate::cpu) use super::{amx::Tiles, kernel::Avx512DotBlock};
+    pub(in crate::cpu) use super::{
+        amx::Tiles,
+        kernel::{Avx512DotBlock, Avx512DotFour, Avx512DotTwo},
+    };
     pub(in crate::cpu) use super::{
         kernel::{ColumnPanels, MicroKernel, Place, RowPanels, Rows},
         operand::{Operand, Order},

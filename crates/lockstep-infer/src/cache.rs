@@ -1,0 +1,121 @@
+//! The key-value cache: pages of 64 tokens, which sequences take from a common pool and give back when they end.
+
+use lockstep_plan::{DType, MemoryCategory};
+use lockstep_tensor::{Buffer, PAGE_TOKENS, PagedCache, Queue, TensorError, View};
+
+use crate::{InferError, LoadedModel};
+
+/// The pages of all layers. Page `n` holds the same tokens of a sequence in every layer.
+pub(crate) struct PagePool {
+    /// Keys and values of each layer, `[pages, elements of a page]`.
+    layers: Vec<[Buffer; 2]>,
+    dtype: DType,
+    page_elements: [usize; 2],
+    pages: usize,
+    /// Pages that no sequence has; the one freed last is taken first, because it may still be in a CPU cache.
+    free: Vec<u32>,
+    /// Number of sequences that have each page.
+    owners: Vec<u32>,
+}
+
+impl PagePool {
+    pub(crate) fn new(model: &LoadedModel, pages: usize) -> Result<Self, TensorError> {
+        let (config, dtype) = (&model.config, model.dtype);
+        let page_elements = model.queue.page_elements(dtype, config.num_key_value_heads(), config.head_dim());
+        let buffer = |elements: usize| {
+            model.arena.allocate(pages * elements * dtype.size_bytes(), MemoryCategory::Activations)
+        };
+        let layers = (0..config.num_hidden_layers())
+            .map(|_| Ok([buffer(page_elements[0])?, buffer(page_elements[1])?]))
+            .collect::<Result<_, TensorError>>()?;
+        Ok(Self {
+            layers,
+            dtype,
+            page_elements,
+            pages,
+            free: (0..pages as u32).rev().collect(),
+            owners: vec![0; pages],
+        })
+    }
+
+    /// Returns the number of pages that hold `tokens` tokens.
+    pub(crate) const fn pages_of(tokens: usize) -> usize {
+        tokens.div_ceil(PAGE_TOKENS)
+    }
+
+    /// Adds pages to a sequence until they hold `tokens` tokens.
+    ///
+    /// # Errors
+    /// If too few pages are free. The sequence keeps those that it has got.
+    pub(crate) fn extend(&mut self, sequence: &mut Vec<u32>, tokens: usize) -> Result<(), InferError> {
+        while sequence.len() < Self::pages_of(tokens) {
+            let page = self.take()?;
+            sequence.push(page);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self) -> Result<u32, InferError> {
+        let page = self.free.pop().ok_or(InferError::CacheFull { tokens: self.pages * PAGE_TOKENS })?;
+        self.owners[page as usize] = 1;
+        Ok(page)
+    }
+
+    /// Takes all pages of a sequence back, but for those that another sequence has as well.
+    pub(crate) fn release(&mut self, sequence: &mut Vec<u32>) {
+        for page in sequence.drain(..).rev() {
+            let owners = &mut self.owners[page as usize];
+            *owners -= 1;
+            if *owners == 0 {
+                self.free.push(page);
+            }
+        }
+    }
+
+    /// Returns pages of a second sequence with the first `tokens` tokens of `sequence`: full pages are shared, a last one that is not
+    /// full is copied.
+    ///
+    /// # Errors
+    /// If no page is free for the copy.
+    pub(crate) fn fork(
+        &mut self,
+        queue: &dyn Queue,
+        sequence: &[u32],
+        tokens: usize,
+    ) -> Result<Vec<u32>, InferError> {
+        let (full, rest) = sequence.split_at(tokens / PAGE_TOKENS);
+        let copy = if tokens.is_multiple_of(PAGE_TOKENS) { None } else { Some((rest[0], self.take()?)) };
+        for &page in full {
+            self.owners[page as usize] += 1;
+        }
+        let mut pages = full.to_vec();
+        if let Some((source, target)) = copy {
+            for [keys, values] in &self.layers {
+                for (buffer, elements) in [keys, values].into_iter().zip(self.page_elements) {
+                    let view = buffer.view(self.dtype, 0, [self.pages, elements]);
+                    let page = |page: u32| view.rows(page as usize..page as usize + 1);
+                    queue.cast(page(source), page(target));
+                }
+            }
+            pages.push(target);
+        }
+        Ok(pages)
+    }
+
+    /// Returns the cache of a layer for a batch.
+    pub(crate) fn layer<'a>(&'a self, layer: usize, batch: &BatchTables<'a>) -> PagedCache<'a> {
+        let [keys, values] = [0, 1].map(|operand| {
+            self.layers[layer][operand].view(self.dtype, 0, [self.pages, self.page_elements[operand]])
+        });
+        let BatchTables { row_starts, cached, pages } = *batch;
+        PagedCache { keys, values, row_starts, cached, pages }
+    }
+}
+
+/// The tables of a batch that attention reads, on the device.
+#[derive(Clone, Copy)]
+pub(crate) struct BatchTables<'a> {
+    pub(crate) row_starts: View<'a>,
+    pub(crate) cached: View<'a>,
+    pub(crate) pages: View<'a>,
+}

@@ -1,0 +1,308 @@
+//! The forward of a batch of tokens: programs by number of rows, and the memory in which they run.
+
+use std::collections::BTreeMap;
+
+use lockstep_engine::UnitParameters;
+use lockstep_graph::{Batch as Inputs, Replay};
+use lockstep_model::{HeadOutput, RecordedModel};
+use lockstep_plan::{DType, MemoryCategory};
+use lockstep_tensor::{Buffer, PagedCache, Tensor, TensorError, View};
+
+use crate::{
+    InferError, LoadedModel,
+    cache::{BatchTables, PagePool},
+    run_memory::frame_and_workspace_bytes,
+};
+
+/// Recordings that are kept. A decoding batch has few sizes; those of the chunks of prompts vary.
+const KEPT_RECORDINGS: usize = 48;
+
+/// Programs and memory of forwards. Memory grows with the largest batch so far, and recordings are kept by size.
+pub(crate) struct Forward<'m> {
+    model: &'m LoadedModel,
+    /// Weights that stay in the model's files.
+    in_place: Vec<Option<View<'m>>>,
+    /// Programs by number of rows.
+    recorded: BTreeMap<usize, RecordedModel>,
+    constants: Vec<Tensor>,
+    memory: Memory,
+}
+
+/// Memory of a forward.
+struct Memory {
+    /// Frames of units with even and with odd numbers: a unit reads the output of the one before.
+    frames: [Buffer; 2],
+    workspace: Buffer,
+    ids: Tensor,
+    positions: Tensor,
+    /// Last rows of the sequences, `[sequences, width]`.
+    last_rows: Tensor,
+    /// Logits in f32, `[sequences, vocabulary]`.
+    logits: Tensor,
+    row_starts: Tensor,
+    cached: Tensor,
+    pages: Tensor,
+}
+
+/// The least sizes of a forward's memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Sizes {
+    frame_bytes: usize,
+    workspace_bytes: usize,
+    rows: usize,
+    /// Sequences whose logits are wanted.
+    logits: usize,
+    sequences: usize,
+    pages: usize,
+}
+
+/// A sequence's part of a batch.
+pub(crate) struct Part<'a> {
+    /// New tokens.
+    pub(crate) ids: &'a [u32],
+    /// Tokens that are cached already.
+    pub(crate) cached: usize,
+    /// Pages with room for both.
+    pub(crate) pages: &'a [u32],
+    /// True if the logits after the last token are wanted.
+    pub(crate) wants_logits: bool,
+}
+
+impl<'m> Forward<'m> {
+    pub(crate) fn new(model: &'m LoadedModel) -> Result<Self, InferError> {
+        let one = model.record(1, 1, HeadOutput::Logits);
+        let constants = one.constants().iter().map(|constant| constant.allocate(&model.arena));
+        let constants = constants.collect::<Result<_, TensorError>>()?;
+        let memory = Memory::new(model, Sizes::default())?;
+        let recorded = BTreeMap::from([(1, one)]);
+        Ok(Self { model, in_place: model.weights.in_place(), recorded, constants, memory })
+    }
+
+    /// Reads the new tokens of sequences, and writes the logits of those that want them to `logits`, one after the other.
+    ///
+    /// # Errors
+    /// If memory runs out, or a collective fails.
+    pub(crate) fn run(
+        &mut self,
+        parts: &[Part<'_>],
+        pool: &PagePool,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), InferError> {
+        let rows = parts.iter().map(|part| part.ids.len()).sum::<usize>();
+        let wanted = parts.iter().filter(|part| part.wants_logits).count();
+        self.prepare(rows, wanted, parts)?;
+        let Self { model, in_place, recorded, constants, memory } = self;
+        let tables = memory.write(parts, rows);
+        let programs = &recorded[&rows];
+        let head = programs.units() - 1;
+        let replay = Unit { model, constants, memory, in_place };
+        let output = |unit: usize| programs.program(unit).output(memory.frame(unit));
+        for unit in 0..head {
+            let cache = unit.checked_sub(1).map(|layer| pool.layer(layer, &tables));
+            replay.run(programs, unit, rows, unit.checked_sub(1).map(output), cache)?;
+        }
+        let vocabulary = model.config.vocab_size();
+        logits.resize(wanted * vocabulary, 0.0);
+        if wanted == 0 {
+            return Ok(());
+        }
+        let last = memory.gather_last_rows(model, output(head - 1), parts);
+        let programs = &recorded[&wanted];
+        replay.run(programs, head, wanted, Some(last), None)?;
+        let computed = programs.program(head).output(memory.frame(head));
+        let widened = memory.logits.view().rows(0..wanted);
+        model.queue.cast(computed.reshape([wanted, vocabulary]), widened);
+        widened.read(logits).wait();
+        Ok(())
+    }
+
+    /// Records the programs of a batch and of its head, and makes its memory large enough.
+    fn prepare(&mut self, rows: usize, wanted: usize, parts: &[Part<'_>]) -> Result<(), InferError> {
+        for size in [rows, wanted.max(1)] {
+            if !self.recorded.contains_key(&size) {
+                if self.recorded.len() >= KEPT_RECORDINGS {
+                    self.recorded.clear();
+                }
+                self.recorded.insert(size, self.model.record(1, size, HeadOutput::Logits));
+            }
+        }
+        // The second insertion may have cleared the first.
+        if !self.recorded.contains_key(&rows) {
+            self.recorded.insert(rows, self.model.record(1, rows, HeadOutput::Logits));
+        }
+        let [frame_bytes, workspace_bytes] =
+            frame_and_workspace_bytes(&self.recorded[&rows], &self.recorded[&wanted.max(1)]);
+        let sizes = Sizes {
+            frame_bytes,
+            workspace_bytes,
+            rows,
+            logits: wanted,
+            sequences: parts.len(),
+            pages: parts.len() * parts.iter().map(|part| part.pages.len()).max().unwrap_or(0),
+        };
+        self.memory.grow(self.model, sizes)?;
+        Ok(())
+    }
+}
+
+impl Memory {
+    fn new(model: &LoadedModel, sizes: Sizes) -> Result<Self, TensorError> {
+        let arena = &model.arena;
+        let frame = || arena.allocate(sizes.frame_bytes, MemoryCategory::Activations);
+        let words = |len: usize| Tensor::zeros(arena, DType::U32, [len], MemoryCategory::Activations);
+        let matrix = |dtype, columns| {
+            Tensor::zeros(arena, dtype, [sizes.logits, columns], MemoryCategory::Activations)
+        };
+        Ok(Self {
+            frames: [frame()?, frame()?],
+            workspace: arena.allocate(sizes.workspace_bytes, MemoryCategory::Workspace)?,
+            ids: words(sizes.rows)?,
+            positions: words(sizes.rows)?,
+            last_rows: matrix(model.dtype, model.config.hidden_size())?,
+            logits: matrix(DType::F32, model.config.vocab_size())?,
+            row_starts: words(sizes.sequences + 1)?,
+            cached: words(sizes.sequences)?,
+            pages: words(sizes.pages)?,
+        })
+    }
+
+    /// Returns the sizes that this memory has.
+    fn sizes(&self) -> Sizes {
+        let elements = |tensor: &Tensor| tensor.view().elements();
+        Sizes {
+            frame_bytes: self.frames[0].len_bytes(),
+            workspace_bytes: self.workspace.len_bytes(),
+            rows: elements(&self.ids),
+            logits: self.logits.view().shape().dims()[0],
+            sequences: elements(&self.cached),
+            pages: elements(&self.pages),
+        }
+    }
+
+    /// Makes every part at least as large as `sizes`. Contents are lost if anything grows.
+    fn grow(&mut self, model: &LoadedModel, sizes: Sizes) -> Result<(), TensorError> {
+        let held = self.sizes();
+        let larger = Sizes {
+            frame_bytes: held.frame_bytes.max(sizes.frame_bytes),
+            workspace_bytes: held.workspace_bytes.max(sizes.workspace_bytes),
+            rows: held.rows.max(sizes.rows),
+            logits: held.logits.max(sizes.logits),
+            sequences: held.sequences.max(sizes.sequences),
+            pages: held.pages.max(sizes.pages),
+        };
+        if larger != held {
+            // The old memory is freed before the new one is allocated.
+            *self = Self::new(model, Sizes::default())?;
+            *self = Self::new(model, larger)?;
+        }
+        Ok(())
+    }
+
+    fn frame(&self, unit: usize) -> &Buffer {
+        &self.frames[unit % 2]
+    }
+
+    /// Writes the tokens of a batch and its tables.
+    fn write(&self, parts: &[Part<'_>], rows: usize) -> BatchTables<'_> {
+        let most = parts.iter().map(|part| part.pages.len()).max().unwrap_or(0);
+        let mut ids = Vec::with_capacity(rows);
+        let mut positions = Vec::with_capacity(rows);
+        let (mut row_starts, mut pages) = (vec![0], Vec::with_capacity(parts.len() * most));
+        for part in parts {
+            ids.extend_from_slice(part.ids);
+            positions.extend((part.cached..part.cached + part.ids.len()).map(|position| position as u32));
+            row_starts.push(ids.len() as u32);
+            pages.extend_from_slice(part.pages);
+            pages.resize(row_starts.len().saturating_sub(1) * most, 0);
+        }
+        let cached: Vec<u32> = parts.iter().map(|part| part.cached as u32).collect();
+        self.ids.view().rows(0..rows).write(&ids);
+        self.positions.view().rows(0..rows).write(&positions);
+        let tables = BatchTables {
+            row_starts: self.row_starts.view().rows(0..row_starts.len()),
+            cached: self.cached.view().rows(0..cached.len()),
+            pages: self.pages.view().rows(0..pages.len()),
+        };
+        tables.row_starts.write(&row_starts);
+        tables.cached.write(&cached);
+        tables.pages.write(&pages);
+        tables
+    }
+
+    /// Returns the last rows of the parts whose logits are wanted.
+    fn gather_last_rows<'a>(
+        &'a self,
+        model: &LoadedModel,
+        outputs: View<'a>,
+        parts: &[Part<'_>],
+    ) -> View<'a> {
+        let (mut end, mut gathered) = (0, 0);
+        if parts.iter().all(|part| part.ids.len() == 1 && part.wants_logits) {
+            return outputs;
+        }
+        for part in parts {
+            end += part.ids.len();
+            if part.wants_logits {
+                let row = self.last_rows.view().rows(gathered..gathered + 1);
+                model.queue.cast(outputs.rows(end - 1..end), row);
+                gathered += 1;
+            }
+        }
+        self.last_rows.view().rows(0..gathered)
+    }
+}
+
+/// What the replays of a batch's units share.
+struct Unit<'a> {
+    model: &'a LoadedModel,
+    constants: &'a [Tensor],
+    memory: &'a Memory,
+    in_place: &'a [Option<View<'a>>],
+}
+
+impl Unit<'_> {
+    /// Runs one unit on `rows` rows.
+    fn run(
+        &self,
+        programs: &RecordedModel,
+        unit: usize,
+        rows: usize,
+        input: Option<View<'_>>,
+        cache: Option<PagedCache<'_>>,
+    ) -> Result<(), InferError> {
+        let Self { model, constants, memory, in_place } = *self;
+        let held = model.weights.begin(&*model.queue, unit)?;
+        let weights = model.weights.weights(in_place, held.as_deref());
+        let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
+        let batch = Inputs {
+            ids: memory.ids.view().rows(0..rows),
+            labels: None,
+            positions: memory.positions.view().rows(0..rows),
+            document_starts: None,
+            dropout_keys: None,
+            constants,
+            inputs: &[],
+        };
+        programs.program(unit).forward(&Replay {
+            queue: &*model.queue,
+            parameters: &parameters,
+            batch,
+            input,
+            frame: memory.frame(unit),
+            output: None,
+            workspace: &memory.workspace,
+            first_dropout_site: 0,
+            cache,
+            peers: None,
+            grid: None,
+            expert_peers: None,
+            sequence_peers: None,
+            replicas: None,
+            context: None,
+            communication_buffer: None,
+            router_margin: None,
+            trace: None,
+        })?;
+        Ok(())
+    }
+}

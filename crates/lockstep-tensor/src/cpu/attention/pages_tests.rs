@@ -1,0 +1,247 @@
+//! Attention to a cache in pages: new tokens of several sequences in steps of any length have the bits of whole sequences.
+
+use half::{bf16, f16};
+use lockstep_plan::{MemoryCategory, random::Philox};
+use proptest::prelude::*;
+
+use super::{
+    reference::Case,
+    tests::{Inputs, VariantTensors, causal, emulated, levels},
+    variant_tests::sinks,
+};
+use crate::{
+    Arena, Attention, AttentionKernels, CpuLevel, CpuQueue, Element, PAGE_TOKENS, PagedCache, Queue,
+    Summation, Tensor, TokenSpan, Write, alibi_slopes, cpu::simd::Float,
+};
+
+const CATEGORY: MemoryCategory = MemoryCategory::Activations;
+
+fn tensor<T: Element>(arena: &Arena, elements: &[T]) -> Tensor {
+    Tensor::from_slice(arena, [elements.len()], elements, CATEGORY).unwrap()
+}
+
+fn queue(level: CpuLevel, threads: usize, arena: &Arena) -> CpuQueue {
+    let mut queue = if level <= CpuLevel::detect() {
+        CpuQueue::with_level(threads, arena, level).unwrap()
+    } else {
+        emulated(level, threads, arena).unwrap()
+    };
+    queue.set_summation(Summation::ByDepth);
+    queue
+}
+
+fn geometry<'a>(case: &Case, variant: &'a VariantTensors) -> Attention<'a> {
+    Attention {
+        sequences: 1,
+        queries: TokenSpan::whole(case.query_len),
+        keys: TokenSpan::whole(case.query_len),
+        heads: case.heads,
+        key_value_heads: case.key_value_heads,
+        head_dim: case.head_dim,
+        scale: case.scale,
+        window: case.window,
+        document_starts: None,
+        first_head: 0,
+        dropout: None,
+        variant: variant.variant(case),
+    }
+}
+
+/// Returns outputs and log-sum-exps, `[heads, tokens]`, of whole sequences.
+fn whole<T: Float>(case: &Case, inputs: &Inputs<T>, queue: &CpuQueue, arena: &Arena) -> (Vec<f32>, Vec<f32>) {
+    let variant = VariantTensors::new(case, None, arena);
+    let [q, k, v] = [&inputs.q, &inputs.k, &inputs.v].map(|elements| tensor(arena, elements));
+    let out = tensor(arena, &vec![T::store(f32::NAN); case.query_elements()]);
+    let statistics = tensor(arena, &vec![f32::NAN; case.statistic_elements()]);
+    let [q, k, v, outputs] = [&q, &k, &v, &out].map(Tensor::view);
+    queue.attention(&geometry(case, &variant), q, k, v, outputs, statistics.view(), Write::Overwrite);
+    (out.view().to_vec::<T>().into_iter().map(T::load).collect(), statistics.view().to_vec())
+}
+
+/// A sequence that is read in steps.
+struct Reading<T> {
+    case: Case,
+    inputs: Inputs<T>,
+    pages: Vec<u32>,
+    read: usize,
+    out: Vec<f32>,
+    statistics: Vec<f32>,
+}
+
+/// Reads sequences together, in steps of random lengths, on pages in random order.
+fn read_in_steps<T: Float>(
+    readings: &mut [Reading<T>],
+    queue: &CpuQueue,
+    arena: &Arena,
+    random: &mut impl FnMut(usize) -> usize,
+) {
+    let Case { heads, key_value_heads, head_dim, .. } = readings[0].case;
+    let pages =
+        2 + readings.iter().map(|reading| reading.case.query_len.div_ceil(PAGE_TOKENS)).sum::<usize>();
+    let mut free: Vec<u32> = (0..pages as u32).collect();
+    // A cache of NaN: what is not written must not be read.
+    let [keys, values] = queue.page_elements(T::DTYPE, key_value_heads, head_dim).map(|elements| {
+        let nan = vec![T::store(f32::NAN); pages * elements];
+        Tensor::from_slice(arena, [pages, elements], &nan, CATEGORY).unwrap()
+    });
+    while readings.iter().any(|reading| reading.read < reading.case.query_len) {
+        let (mut starts, mut cached, mut tables) = (vec![0_u32], Vec::new(), Vec::new());
+        let (mut q, mut k, mut v) = (Vec::new(), Vec::new(), Vec::new());
+        let most = pages;
+        let mut parts = Vec::new();
+        for (index, reading) in readings.iter_mut().enumerate() {
+            let left = reading.case.query_len - reading.read;
+            let len = left.min([0, 1, 1, 3, 70, 130][random(6)]);
+            while reading.pages.len() * PAGE_TOKENS < reading.read + len {
+                reading.pages.push(free.swap_remove(random(free.len())));
+            }
+            let tokens = reading.read..reading.read + len;
+            let part =
+                |x: &[T], heads| x[tokens.start * heads * head_dim..tokens.end * heads * head_dim].to_vec();
+            q.extend(part(&reading.inputs.q, heads));
+            k.extend(part(&reading.inputs.k, key_value_heads));
+            v.extend(part(&reading.inputs.v, key_value_heads));
+            starts.push(starts[index] + len as u32);
+            cached.push(reading.read as u32);
+            tables.extend((0..most).map(|page| reading.pages.get(page).copied().unwrap_or(u32::MAX)));
+            parts.push(tokens);
+            reading.read += len;
+        }
+        let rows = q.len() / (heads * head_dim);
+        if rows == 0 {
+            continue;
+        }
+        let [row_starts, cached, tables] = [&starts, &cached, &tables].map(|words| tensor(arena, words));
+        let cache = PagedCache {
+            keys: keys.view(),
+            values: values.view(),
+            row_starts: row_starts.view(),
+            cached: cached.view(),
+            pages: tables.view(),
+        };
+        let [q, k, v] = [q, k, v].map(|elements| tensor(arena, &elements));
+        let out = tensor(arena, &vec![T::store(f32::NAN); rows * heads * head_dim]);
+        let statistics = tensor(arena, &vec![f32::NAN; rows * heads]);
+        let key_shape = [rows, key_value_heads, head_dim];
+        queue.append_to_cache(
+            cache,
+            key_value_heads,
+            k.view().reshape(key_shape),
+            v.view().reshape(key_shape),
+        );
+        let variant = VariantTensors::new(&readings[0].case, None, arena);
+        let shape = [rows, heads, head_dim];
+        queue.cached_attention(
+            &geometry(&readings[0].case, &variant),
+            cache,
+            q.view().reshape(shape),
+            out.view().reshape(shape),
+            statistics.view(),
+        );
+        let (out, statistics) = (out.view().to_vec::<T>(), statistics.view().to_vec::<f32>());
+        for ((reading, tokens), &start) in readings.iter_mut().zip(parts).zip(&starts) {
+            let first = start as usize;
+            for (row, token) in tokens.enumerate() {
+                let row = first + row;
+                let width = heads * head_dim;
+                let values = out[row * width..][..width].iter().map(|&value| value.load());
+                reading.out.splice(token * width..(token + 1) * width, values);
+                for head in 0..heads {
+                    reading.statistics[head * reading.case.query_len + token] = statistics[head * rows + row];
+                }
+            }
+        }
+    }
+}
+
+fn check<T: Float>(case: &Case, lengths: &[usize], level: CpuLevel, threads: usize, seed: u64) {
+    let arena = Arena::new();
+    let queue = queue(level, threads, &arena);
+    let philox = Philox::new(seed);
+    let mut draws = 0;
+    let mut random = |below: usize| {
+        draws += 1;
+        (philox.uniform(draws) * below as f64) as usize
+    };
+    let mut readings: Vec<Reading<T>> = lengths
+        .iter()
+        .zip(seed..)
+        .map(|(&len, seed)| {
+            let case = Case { query_len: len, key_len: len, ..case.clone() };
+            Reading {
+                inputs: Inputs::random(&case, seed),
+                pages: Vec::new(),
+                read: 0,
+                out: vec![f32::NAN; case.query_elements()],
+                statistics: vec![f32::NAN; case.statistic_elements()],
+                case,
+            }
+        })
+        .collect();
+    read_in_steps(&mut readings, &queue, &arena, &mut random);
+    for (number, Reading { case, inputs, out, statistics, .. }) in readings.iter().enumerate() {
+        let expected = whole(case, inputs, &queue, &arena);
+        for (what, found, expected) in [("out", out, &expected.0), ("log-sum-exp", statistics, &expected.1)] {
+            let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert!(
+                differs.is_none(),
+                "{} {level:?}, sequence {number} of {lengths:?}: {what} {differs:?} is {:?} instead of {:?}",
+                T::DTYPE,
+                differs.map(|at| found[at]),
+                differs.map(|at| expected[at])
+            );
+        }
+    }
+}
+
+fn case(heads: usize, group: usize, head_dim: usize, variant: usize) -> Case {
+    let plain = causal(1, 1, heads * group, heads, head_dim);
+    match variant {
+        0 => plain,
+        1 => Case { window: Some(33), ..plain },
+        2 => Case { alibi_slopes: Some(alibi_slopes(heads * group)), soft_cap: Some(3.0), ..plain },
+        _ => Case { sinks: Some(sinks(heads * group)), window: Some(100), ..plain },
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_steps_on_any_pages_have_the_bits_of_whole_sequences(
+        heads in 1_usize..=3,
+        group in prop::sample::select(vec![1_usize, 2, 5]),
+        head_dim in prop::sample::select(vec![8_usize, 20, 33, 64, 80]),
+        variant in 0_usize..4,
+        lengths in prop::collection::vec(1_usize..200, 1..4),
+        threads in 1_usize..=2,
+        seed in 0_u64..1000,
+    ) {
+        let case = case(heads, group, head_dim, variant);
+        for level in levels() {
+            check::<f32>(&case, &lengths, level, threads, seed);
+            check::<bf16>(&case, &lengths, level, threads, seed);
+            check::<f16>(&case, &lengths, level, threads, seed);
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "has pages")]
+fn a_sequence_without_a_page_for_its_tokens_is_refused() {
+    let arena = Arena::new();
+    let queue = queue(CpuLevel::detect(), 1, &arena);
+    let [keys, values] = queue
+        .page_elements(f32::DTYPE, 1, 8)
+        .map(|elements| Tensor::zeros(&arena, f32::DTYPE, [1, elements], CATEGORY).unwrap());
+    let [row_starts, cached, pages] = [vec![0_u32, 1], vec![64], vec![0]].map(|words| tensor(&arena, &words));
+    let cache = PagedCache {
+        keys: keys.view(),
+        values: values.view(),
+        row_starts: row_starts.view(),
+        cached: cached.view(),
+        pages: pages.view(),
+    };
+    let new = tensor(&arena, &[0.0_f32; 8]);
+    queue.append_to_cache(cache, 1, new.view().reshape([1, 1, 8]), new.view().reshape([1, 1, 8]));
+}

@@ -46,31 +46,32 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let plan = found.plan(workload)?;
     let before = read_alone(plan.as_ref())?;
     let start = Instant::now();
-    let PlacedModel { model, placed } = &found.load(workload)?;
+    let PlacedModel { model, placed } = found.load(workload)?;
     let load_ms = milliseconds(start);
     let [mut first_ms, mut prefill_ms, mut decode_ms] = [f64::INFINITY; 3];
     let mut read_gb_per_s = 0.0_f64;
     for _ in 0..arguments.repeats {
-        let run = time_run(model, arguments)?;
+        let run = time_run(&model, arguments)?;
         if first_ms.is_infinite() {
             first_ms = run.prefill_ms;
         }
         (prefill_ms, decode_ms) = (prefill_ms.min(run.prefill_ms), decode_ms.min(run.decode_ms));
         read_gb_per_s = read_gb_per_s.max(run.read_gb_per_s);
     }
-    let pss = proportional_bytes();
+    let memory = (proportional_bytes(), placed.as_ref().map(|placed| placed.predicted_bytes));
+    let (dtype, threads, [in_place, converted]) = (model.dtype(), model.threads(), model.weight_bytes());
+    let peak = peak_resident_bytes();
+    // Under a limit there is no room for the model and the buffers of another measurement.
+    drop(model);
     let alone_gb_per_s = match before {
         Some(before) => Some((before + read_alone(plan.as_ref())?.unwrap_or(before)) / 2.0),
         None => None,
     };
-    let memory = (pss, placed.as_ref().map(|placed| placed.predicted_bytes));
-    let [in_place, converted] = model.weight_bytes();
     let tokens_per_s = |tokens: u64, ms: f64| tokens as f64 * 1e3 / ms;
     let prefill = tokens_per_s(arguments.sequences * arguments.prompt_tokens, prefill_ms);
     let decode = tokens_per_s(arguments.sequences * arguments.new_tokens, decode_ms);
     let weights = placed.as_ref().map_or((in_place + converted) as u64, |placed| placed.weights.iter().sum());
     let weights_gb_per_s = weights as f64 * decode / arguments.sequences as f64 / 1e9;
-    let (dtype, threads, peak) = (model.dtype(), model.threads(), peak_resident_bytes());
     if arguments.json {
         say!(
             "{}",
@@ -87,8 +88,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let bytes = |bytes: usize| human::bytes(bytes as u64);
     say!("{} {dtype}, {}", arguments.model.model, human::plural(threads, "thread"));
     match placed {
-        Some(Placed { weights: [resident, on_disk], .. }) => {
-            let [resident, on_disk] = [*resident, *on_disk].map(human::bytes);
+        Some(Placed { weights, .. }) => {
+            let [resident, on_disk] = weights.map(human::bytes);
             say!("weights: {resident} in memory, {on_disk} on disk; loaded in {load_ms:.0} ms");
         }
         None => {

@@ -1,27 +1,52 @@
 //! Generation with a model of Hugging Face's, or with the checkpoint of a run: the library call behind `lockstep generate`.
 //!
 //! ```text
-//! cargo run --release --example big_model_inference -- --model DIR --prompt "Once upon a time"
+//! cargo run --release --example big_model_inference -- --model DIR --prompt "Once upon a time" --max-memory cpu=2GiB
 //! ```
 //!
-//! The device map has one device today, the processor's memory. Maps over several devices and disk are not there yet.
+//! With `--max-memory`, modules that do not fit stay on disk and are read ahead of use; the map is printed. `--offload-dir DIR`
+//! is for weights in another layout than the model's, such as those of checkpoints.
 
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
 
-use lockstep::generation::{Event, InferError, LoadedModel, Request, Sampling, Scheduler, SchedulerOptions};
+use lockstep::generation::{
+    Event, InferError, InferencePlan, LoadedModel, MapChoice, ModelDirectory, PlanRequest, Request, Sampling,
+    Scheduler, SchedulerOptions, Workload, proportional_bytes,
+};
 
 const NEW_TOKENS: usize = 48;
+/// Tokens of the prompt and the answer for which memory is planned.
+const CONTEXT: usize = 512;
 
 fn generate() -> Result<(), Box<dyn std::error::Error>> {
     let given = lockstep::arguments();
     let value = |name: &str| given.windows(2).find(|pair| pair[0] == name).map(|pair| pair[1].as_str());
     let directory = value("--model").ok_or("--model DIR: a Hugging Face directory, or a checkpoint")?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let model = LoadedModel::open(Path::new(directory), threads)?;
+    let model = match value("--max-memory") {
+        None => LoadedModel::open(Path::new(directory), threads)?,
+        Some(limits) => {
+            let directory = ModelDirectory::open(Path::new(directory))?;
+            let request = PlanRequest {
+                map: MapChoice::Balanced,
+                limits: limits.parse()?,
+                offload_dir: value("--offload-dir").map(Into::into),
+                workload: Workload::Generation { sequences: 1, context: CONTEXT },
+                process_bytes: proportional_bytes(),
+                threads,
+            };
+            let plan = InferencePlan::new(&directory, directory.stored_dtype(), &request)?;
+            for ((module, device), row) in plan.map.entries().iter().zip(&plan.modules) {
+                eprintln!("{module:40} {device:5} {:>12} bytes {}", row.bytes, plan.dtype());
+            }
+            eprintln!("{} bytes predicted, {} read in each pass", plan.memory.total(), plan.read_bytes);
+            LoadedModel::load_placed(&directory, plan)?
+        }
+    };
     let config = model.config();
-    eprintln!("{}: {} layers on cpu", config.model_type(), config.num_hidden_layers());
+    eprintln!("{}: {} layers", config.model_type(), config.num_hidden_layers());
 
     let tokenizer = model.tokenizer()?;
     let prompt = tokenizer.encode(value("--prompt").unwrap_or("fn main"))?;
@@ -30,11 +55,7 @@ fn generate() -> Result<(), Box<dyn std::error::Error>> {
     let requests =
         [Request { prompt, max_new_tokens: NEW_TOKENS.min(room), sampling: Sampling::greedy(), kept: None }];
     let cache_tokens = Scheduler::cache_tokens(&model, &requests, 1)?;
-    let options = SchedulerOptions {
-        max_sequences: 1,
-        max_step_tokens: SchedulerOptions::MAX_STEP_TOKENS,
-        cache_tokens,
-    };
+    let options = SchedulerOptions { max_sequences: 1, max_step_tokens: model.chunk_tokens(), cache_tokens };
     let mut scheduler = Scheduler::new(&model, options)?;
     for request in requests {
         scheduler.add(request)?;

@@ -21,7 +21,7 @@ use crate::{
         tokenizer_export::{self, TokenizerSettings},
         writer::{TensorSpec, Value, write},
     },
-    pretrained::{ModelDirectory, TOKENIZER_FILE, Weights},
+    pretrained::{ModelDirectory, TOKENIZER_FILE},
 };
 
 /// Elements that a thread encodes at a time: whole blocks of every format.
@@ -68,10 +68,7 @@ impl ModelDirectory {
                     Architecture::names()
                 ))
             })?;
-        if let Weights::Tuned { .. } = &self.weights {
-            // The digest of the base model covers all parameters, so it is checked first.
-            self.for_each_parameter(|_, _| Ok::<(), CheckpointError>(()))?;
-        }
+        self.check_base()?;
         let mut notes = GgufExportNotes::default();
         let mut metadata = model_metadata(config, architecture, stored).map_err(invalid)?;
         metadata.insert(1, ("general.name".to_owned(), Value::Text(self.name())));

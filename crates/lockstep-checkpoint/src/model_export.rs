@@ -56,11 +56,7 @@ impl ModelDirectory {
     /// # Errors
     /// If a file is damaged, the base model has changed, the output directory is not empty, or the disk is full.
     pub fn export_hf(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
-        if let Weights::Tuned { .. } = &self.weights {
-            // Parameters are read one by one below, but the digest of the base model covers all of them, so it is
-            // checked first.
-            self.for_each_parameter(|_, _| Ok::<(), CheckpointError>(()))?;
-        }
+        self.check_base()?;
         let mapping = HfMapping::new(&self.config);
         let tensors = mapping.tensors().iter().map(|tensor| self.export_tensor(tensor)).collect();
         let config = serde_json::to_string_pretty(&self.config.to_json(dtype)).unwrap_or_default() + "\n";

@@ -354,8 +354,30 @@ impl ModelDirectory {
         }
     }
 
+    /// Returns the directories, or the GGUF file, that the weights come from.
+    pub(crate) fn sources(&self) -> Vec<&Path> {
+        match &self.weights {
+            Weights::Files { .. } | Weights::Checkpoint(_) => vec![&self.path],
+            Weights::Tuned { base, trained } => {
+                let own = match trained {
+                    Trained::Checkpoint { checkpoint, .. } => checkpoint.path(),
+                    Trained::Peft(peft) => peft.path(),
+                };
+                [&base.sources()[..], &[own]].concat()
+            }
+        }
+    }
+
+    /// Checks the digest of the base model, which covers all parameters, before they are read one by one.
+    pub(crate) fn check_base(&self) -> Result<(), CheckpointError> {
+        match &self.weights {
+            Weights::Tuned { .. } => self.for_each_parameter(|_, _| Ok(())),
+            Weights::Files { .. } | Weights::Checkpoint(_) => Ok(()),
+        }
+    }
+
     /// Fills `values` with one parameter, in f32.
-    fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+    pub(crate) fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
         match &self.weights {
             Weights::Checkpoint(checkpoint) => read_whole(checkpoint, name, values),
             Weights::Tuned { base, trained } => {

@@ -1,4 +1,4 @@
-//! Numbers for readers: `1.2M`, `3.4 GiB`, `1m 20s`.
+//! Numbers for readers: `1.2M`, `3.4 GiB`, `1m 20s`; and sizes that they write.
 //!
 //! Three digits are enough here; `metrics.jsonl` has the exact values.
 
@@ -61,6 +61,44 @@ pub fn plural(number: usize, thing: &str) -> Human<'_> {
 pub fn bytes(number: u64) -> Human<'static> {
     let units = [" B", " KiB", " MiB", " GiB", " TiB", " PiB"];
     Human { number: number as f64, form: Form::Scaled { base: 1024.0, units } }
+}
+
+/// Units of sizes, in bytes.
+const UNITS: [(&str, u64); 12] = [
+    ("B", 1),
+    ("kB", 1000),
+    ("KB", 1000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("TB", 1_000_000_000_000),
+    ("PB", 1_000_000_000_000_000),
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+    ("PiB", 1 << 50),
+];
+
+/// Reads a size such as `80GiB`, `1.5 TB` or `4096`, in bytes; `None` if it is no size, or does not fit an `i64`.
+pub fn read_bytes(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
+    let (number, unit) = text.split_at(digits);
+    let factor = match unit.trim() {
+        "" => 1,
+        unit => UNITS.iter().find(|(name, _)| *name == unit)?.1,
+    };
+    // Whole numbers are read exactly, however large.
+    if let Ok(number) = number.parse::<u64>() {
+        return number.checked_mul(factor).filter(|&bytes| i64::try_from(bytes).is_ok());
+    }
+    whole_bytes(number.parse().ok()?, factor)
+}
+
+/// Rounds a number of units of `factor` bytes to whole bytes; `None` if it is negative or does not fit an `i64`.
+pub fn whole_bytes(number: f64, factor: u64) -> Option<u64> {
+    let bytes = number * factor as f64;
+    (bytes >= 0.0 && bytes < i64::MAX as f64).then(|| bytes.round() as u64)
 }
 
 /// Formats a duration given in milliseconds: `12.3 ms` below a second, then as [`seconds`].
@@ -201,6 +239,24 @@ mod tests {
             assert_eq!(bytes(number).to_string(), text, "for {number}");
         }
         assert_eq!(bytes(u64::MAX).to_string(), "16384 PiB");
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [
+            ("80GiB", 80 << 30),
+            ("1.5 TiB", 3 << 39),
+            ("512MB", 512_000_000),
+            (" 7 ", 7),
+            ("0", 0),
+            ("0.5kB", 500),
+            ("9007199254740993B", 9_007_199_254_740_993),
+        ] {
+            assert_eq!(read_bytes(text), Some(bytes), "{text}");
+        }
+        for text in ["", "GiB", "-3", "3 gigs", "1e5", "1.2.3", ".", "99999999999PiB", "NaN", "4GIB"] {
+            assert_eq!(read_bytes(text), None, "{text}");
+        }
     }
 
     #[test]

@@ -70,4 +70,4 @@ pub use state_store::{OwnedElements, StateStore};
 pub use storage::{Offload, RoundingMode, Storage, WeightStorage};
 pub use transfers::Traffic;
 pub use unit_parameters::UnitParameters;
-pub use weights::Weights;
+pub use weights::{HeldWeights, WeightSource, Weights};

@@ -263,6 +263,7 @@ impl WeightSource for ModelState {
             frozen: self.get(StoreKind::FrozenWeights),
             exact: self.buffers().or_else(|| self.master()),
             in_place: &[],
+            held: None,
         }
     }
 }

@@ -175,9 +175,23 @@ impl Runner {
         mut weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) -> Result<(), EngineError> {
+        self.forward_from(model, queue, &mut weights, batch)
+    }
+
+    /// Runs the forward of every unit, with weights that are made ready unit by unit.
+    ///
+    /// # Errors
+    /// As [`Runner::forward`], or if the weights of a unit cannot be had.
+    pub fn forward_from(
+        &mut self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        weights: &mut dyn WeightSource,
+        batch: &HostBatch<'_>,
+    ) -> Result<(), EngineError> {
         batch.check(model)?;
         self.load(model, PassLocation::default(), batch);
-        self.forward_stage(model, PassLocation::default(), queue, &mut weights, Purpose::Evaluation)
+        self.forward_stage(model, PassLocation::default(), queue, weights, Purpose::Evaluation)
     }
 
     /// Runs the forward of a stage on the micro-batch that was loaded into the slot of `place`.

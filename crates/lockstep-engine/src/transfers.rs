@@ -169,7 +169,7 @@ impl<Tag> Transfers<Tag> {
 
     /// Returns the bytes of the file; 0 without one.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        self.disk.as_ref().map_or(0, |disk| disk.file().len_bytes())
+        self.disk.as_ref().and_then(DiskQueue::file).map_or(0, |file| file.len_bytes())
     }
 
     /// Returns the queue with a faulty disk.

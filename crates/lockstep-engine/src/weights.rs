@@ -11,14 +11,14 @@ use crate::parameter_pool::ParameterPool;
 use crate::state_store::{ParameterSpan, Residence, StateStore};
 
 /// Source of unsharded weights, unit by unit.
-pub(crate) trait WeightSource {
+pub trait WeightSource {
     /// Waits until the weights of `unit`, the next one in the sequence of uses, can be read.
     ///
     /// # Errors
     /// If another rank is lost, or the disk fails.
     fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError>;
 
-    /// Returns the weights. Of gathered weights, only those of the unit that was made ready last are valid.
+    /// Returns the weights. Of gathered and streamed weights, only those of the unit that was made ready last are valid.
     fn weights(&self) -> Weights<'_>;
 }
 
@@ -31,6 +31,12 @@ impl WeightSource for Weights<'_> {
     fn weights(&self) -> Weights<'_> {
         *self
     }
+}
+
+/// Weights in memory outside of stores, such as buffers that hold one unit after the other.
+pub trait HeldWeights: std::fmt::Debug {
+    /// Returns the weights of a parameter; `None` if they are elsewhere.
+    fn view(&self, id: ParameterId) -> Option<View<'_>>;
 }
 
 /// Weights that kernels read, by store.
@@ -47,6 +53,8 @@ pub struct Weights<'a> {
     pub exact: Option<&'a StateStore>,
     /// Weights that are read where a file holds them, by [`ParameterId`]; parameters without one are in a store. May be empty.
     pub in_place: &'a [Option<Matrix<'a>>],
+    /// Weights in other memory, which come before all others.
+    pub(crate) held: Option<&'a dyn HeldWeights>,
 }
 
 impl<'a> Weights<'a> {
@@ -55,11 +63,17 @@ impl<'a> Weights<'a> {
         Self { in_place, ..store.into() }
     }
 
+    /// Returns these weights, but for those that `held` has.
+    #[must_use]
+    pub fn with_held(self, held: Option<&'a dyn HeldWeights>) -> Self {
+        Self { held, ..self }
+    }
+
     /// Returns the unsharded weights of a parameter, which may be quantized.
     pub(crate) fn matrix(&self, id: ParameterId) -> Matrix<'a> {
-        match self.in_place.get(id.0) {
-            Some(Some(matrix)) => *matrix,
-            _ => Matrix::Dense(self.view(id)),
+        match (self.held.and_then(|held| held.view(id)), self.in_place.get(id.0)) {
+            (None, Some(Some(matrix))) => *matrix,
+            (held, _) => Matrix::Dense(held.unwrap_or_else(|| self.view(id))),
         }
     }
 
@@ -68,6 +82,9 @@ impl<'a> Weights<'a> {
     /// # Panics
     /// If the weights are quantized: the operation that reads them can only read numbers.
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
+        if let Some(view) = self.held.and_then(|held| held.view(id)) {
+            return view;
+        }
         match self.in_place.get(id.0) {
             Some(Some(Matrix::Dense(view))) => return *view,
             Some(Some(Matrix::Blocks(blocks))) => {
@@ -88,6 +105,6 @@ impl<'a> Weights<'a> {
 impl<'a> From<&'a StateStore> for Weights<'a> {
     /// Returns the weights of a store that holds all of them in full.
     fn from(trained: &'a StateStore) -> Self {
-        Self { trained, pool: None, frozen: None, exact: None, in_place: &[] }
+        Self { trained, pool: None, frozen: None, exact: None, in_place: &[], held: None }
     }
 }

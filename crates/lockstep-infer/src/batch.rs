@@ -11,9 +11,6 @@ use crate::{
     forward::{Forward, Part},
 };
 
-/// Largest number of tokens of a prompt that are computed at once. Chunks bound the memory of activations, and change no bit.
-const CHUNK: usize = 512;
-
 /// A handle of a sequence in a [`Batch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SequenceId(usize);
@@ -116,10 +113,11 @@ impl<'m> Batch<'m> {
     /// # Errors
     /// If the prompt is empty, and as [`Batch::read`].
     pub(crate) fn read_prompt(&mut self, sequence: SequenceId, prompt: &[u32]) -> Result<&[f32], InferError> {
-        let mut chunks = prompt.chunks(CHUNK).peekable();
+        // Chunks bound the memory of activations, and change no bit.
+        let mut chunks = prompt.chunks(self.model.chunk_tokens).peekable();
         while let Some(ids) = chunks.next() {
             let wants_logits = chunks.peek().is_none();
-            let _ = self.read(&[NewTokens { sequence, ids, wants_logits }])?;
+            drop(self.read(&[NewTokens { sequence, ids, wants_logits }])?);
         }
         if prompt.is_empty() { Err(InferError::EmptyPrompt) } else { Ok(&self.logits) }
     }

@@ -4,6 +4,7 @@ use std::{io, path::PathBuf};
 
 use lockstep_checkpoint::CheckpointError;
 use lockstep_comm::CommError;
+use lockstep_config::human;
 use lockstep_data::DataError;
 use lockstep_engine::EngineError;
 use lockstep_tensor::TensorError;
@@ -81,6 +82,40 @@ pub enum InferError {
         path: PathBuf,
         /// Description of the problem.
         problem: String,
+    },
+    /// A device map does not fit the model or the machine.
+    #[error("{origin}: {}", problems.join("; "))]
+    DeviceMap {
+        /// File or option that the map comes from.
+        origin: String,
+        /// Everything that is wrong.
+        problems: Vec<String>,
+    },
+    /// The memory limit is below what the model needs.
+    #[error(
+        "cpu={} is too small: the least that would do is cpu={least_mib}MiB, of which caches, activations and workspace take {}{hint}",
+        human::bytes(*limit_bytes), human::bytes(*run)
+    )]
+    LimitTooSmall {
+        /// The limit, in bytes.
+        limit_bytes: u64,
+        /// The least limit, in MiB.
+        least_mib: u64,
+        /// Bytes of caches, activations and workspace.
+        run: u64,
+        /// Another remedy; may be empty.
+        hint: String,
+    },
+    /// The limit on weights on disk is below what is left for the disk.
+    #[error(
+        "disk={} is too small: {} of weights do not fit in memory; give --max-memory a larger cpu or disk",
+        human::bytes(*limit_bytes), human::bytes(*needed_bytes)
+    )]
+    DiskLimit {
+        /// The limit, in bytes.
+        limit_bytes: u64,
+        /// Bytes of the weights whose device is the disk.
+        needed_bytes: u64,
     },
     /// An option is out of range.
     #[error("{name} = {value}: allowed is {allowed}")]

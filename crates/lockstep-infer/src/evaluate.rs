@@ -1,13 +1,13 @@
 //! Loss and perplexity of a model on a text.
 
 use lockstep_data::{Dataset, MicroBatch};
-use lockstep_engine::{HostBatch, Runner, Weights};
+use lockstep_engine::{HostBatch, Runner};
 use lockstep_model::HeadOutput;
 
-use crate::{InferError, LoadedModel};
+use crate::{InferError, LoadedModel, weights::RunnerWeights};
 
-/// Sequences per forward.
-const BATCH: u64 = 8;
+/// Most windows of a forward.
+pub const EVALUATED_WINDOWS: usize = 8;
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -34,11 +34,10 @@ pub fn evaluate(
     data: &Dataset,
     mut advance: impl FnMut(u64),
 ) -> Result<Evaluation, InferError> {
-    let sequences = data.windows().min(BATCH);
+    let sequences = data.windows().min(EVALUATED_WINDOWS as u64);
     let recorded = model.record(sequences as usize, data.seq_len(), HeadOutput::Losses);
     let mut runner = Runner::new(&recorded, &model.arena, 0)?;
-    let in_place = model.weights.in_place();
-    let weights = Weights::with_in_place(&model.weights.converted, &in_place);
+    let mut weights = RunnerWeights::new(&model.weights);
     let mut batch = MicroBatch::default();
     let (mut loss, mut tokens) = (0.0, 0);
     for first in (0..data.windows()).step_by(sequences as usize) {
@@ -54,7 +53,7 @@ pub fn evaluate(
             sample_numbers: &batch.sample_numbers,
             inputs: &[],
         };
-        runner.forward(&recorded, &*model.queue, weights, &host)?;
+        runner.forward_from(&recorded, &*model.queue, &mut weights, &host)?;
         loss += runner.loss_sum(&recorded);
         tokens += batch.valid_tokens();
         advance(sequences);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use lockstep_engine::{UnitParameters, Weights};
+use lockstep_engine::UnitParameters;
 use lockstep_graph::{Batch as Inputs, Replay};
 use lockstep_model::{HeadOutput, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory};
@@ -11,6 +11,7 @@ use lockstep_tensor::{Buffer, Matrix, PagedCache, Tensor, TensorError, View};
 use crate::{
     InferError, LoadedModel,
     cache::{BatchTables, PagePool},
+    run_memory::frame_and_workspace_bytes,
 };
 
 /// Recordings that are kept. A decoding batch has few sizes; those of the chunks of prompts vary.
@@ -94,8 +95,7 @@ impl<'m> Forward<'m> {
         let tables = memory.write(parts, rows);
         let programs = &recorded[&rows];
         let head = programs.units() - 1;
-        let weights = Weights::with_in_place(&model.weights.converted, in_place);
-        let replay = Unit { model, constants, memory, weights };
+        let replay = Unit { model, constants, memory, in_place };
         let output = |unit: usize| programs.program(unit).output(memory.frame(unit));
         for unit in 0..head {
             let cache = unit.checked_sub(1).map(|layer| pool.layer(layer, &tables));
@@ -130,13 +130,11 @@ impl<'m> Forward<'m> {
         if !self.recorded.contains_key(&rows) {
             self.recorded.insert(rows, self.model.record(1, rows, HeadOutput::Logits));
         }
-        let most = |of: fn(&RecordedModel, usize) -> usize| {
-            let programs = [&self.recorded[&rows], &self.recorded[&wanted.max(1)]];
-            programs.iter().flat_map(|programs| (0..programs.units()).map(|unit| of(programs, unit))).max()
-        };
+        let [frame_bytes, workspace_bytes] =
+            frame_and_workspace_bytes(&self.recorded[&rows], &self.recorded[&wanted.max(1)]);
         let sizes = Sizes {
-            frame_bytes: most(|programs, unit| programs.program(unit).frame_bytes()).unwrap_or(0),
-            workspace_bytes: most(|programs, unit| programs.program(unit).workspace_bytes()).unwrap_or(0),
+            frame_bytes,
+            workspace_bytes,
             rows,
             logits: wanted,
             sequences: parts.len(),
@@ -259,7 +257,7 @@ struct Unit<'a> {
     model: &'a LoadedModel,
     constants: &'a [Tensor],
     memory: &'a Memory,
-    weights: Weights<'a>,
+    in_place: &'a [Option<Matrix<'a>>],
 }
 
 impl Unit<'_> {
@@ -272,7 +270,9 @@ impl Unit<'_> {
         input: Option<View<'_>>,
         cache: Option<PagedCache<'_>>,
     ) -> Result<(), InferError> {
-        let Self { model, constants, memory, weights } = *self;
+        let Self { model, constants, memory, in_place } = *self;
+        let held = model.weights.begin(&*model.queue, unit)?;
+        let weights = model.weights.weights(in_place, held.as_deref());
         let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
         let batch = Inputs {
             ids: memory.ids.view().rows(0..rows),

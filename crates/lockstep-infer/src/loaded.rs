@@ -1,15 +1,17 @@
 //! A model in memory, ready to run the forward.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use lockstep_checkpoint::{ModelDirectory, gguf::EmbeddedTokenizer};
+use lockstep_checkpoint::ModelDirectory;
 use lockstep_data::Tokenizer;
-use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::DType;
-use lockstep_tensor::{Arena, Queue, Summation};
+use lockstep_plan::{DType, MemoryBytes};
+use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
 
-use crate::{GenerationConfig, InferError, weights::ModelWeights};
+use crate::{
+    GenerationConfig, InferError, InferencePlan, ModelDescription, placement_plan::CHUNK, run_memory::record,
+    weights::ModelWeights,
+};
 
 /// Settings of [`LoadedModel::load`].
 #[derive(Debug, Clone, Copy)]
@@ -28,32 +30,9 @@ pub struct LoadedModel {
     pub(crate) dtype: DType,
     pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
-    tokenizer: TokenizerSource,
-    generation: Option<PathBuf>,
-    has_chats: bool,
-    name: String,
-}
-
-/// Source of a model's tokenizer. It is read on request, since a model can be run without one.
-enum TokenizerSource {
-    /// A file, or `bytes`.
-    Named(String),
-    /// The model's own file.
-    Embedded(EmbeddedTokenizer),
-    /// The tokenizer in the model's file is not supported.
-    Refused(String),
-    None,
-}
-
-impl TokenizerSource {
-    fn of(directory: &ModelDirectory) -> Self {
-        match (directory.tokenizer(), directory.embedded_tokenizer()) {
-            (Some(name), _) => Self::Named(name),
-            (None, Ok(Some(tokenizer))) => Self::Embedded(tokenizer),
-            (None, Ok(None)) => Self::None,
-            (None, Err(error)) => Self::Refused(error.to_string()),
-        }
-    }
+    /// Tokens of a prompt that are computed at once.
+    pub(crate) chunk_tokens: usize,
+    description: ModelDescription,
 }
 
 impl LoadedModel {
@@ -71,19 +50,38 @@ impl LoadedModel {
     /// # Errors
     /// As for [`LoadedModel::open`].
     pub fn load(directory: &ModelDirectory, options: LoadOptions) -> Result<Self, InferError> {
-        let LoadOptions { threads, dtype } = options;
-        let dtype = dtype.unwrap_or_else(|| directory.stored_dtype());
-        let config = directory.config().without_dropout();
+        let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         let arena = Arena::new();
-        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits);
+        let recorded = record(&directory.config().without_dropout(), dtype, [1, 1], HeadOutput::Logits);
         let weights = ModelWeights::load(directory, recorded.records(), dtype, &arena)?;
-        let mut queue = arena.queue(threads)?;
-        // A token's logits must not depend on the tokens that are computed with it.
-        queue.set_summation(Summation::ByDepth);
-        let name = directory.path().display().to_string();
-        let (tokenizer, generation) = (TokenizerSource::of(directory), directory.generation_config());
-        let has_chats = directory.has_chats();
-        Ok(Self { config, weights, dtype, arena, queue, tokenizer, generation, has_chats, name })
+        let queue = queue(&arena, options.threads)?;
+        Ok(Self::of(directory, weights, (dtype, CHUNK), arena, queue))
+    }
+
+    /// Loads a model as a plan places it, on as many threads as the plan has: resident weights are read into memory, the others
+    /// from disk in each pass. Weights that must be made before they are read from disk are written to the offload directory.
+    ///
+    /// # Errors
+    /// As for [`LoadedModel::open`], or if the offload directory cannot be written.
+    pub fn load_placed(directory: &ModelDirectory, mut plan: InferencePlan) -> Result<Self, InferError> {
+        plan.write_offloaded(directory)?;
+        let InferencePlan { parts, resident, buffers, chunk_tokens, threads, .. } = plan;
+        let (arena, dtype) = (Arena::new(), parts.dtype());
+        let queue = queue(&arena, threads)?;
+        let weights = ModelWeights::load_placed(directory, parts, (&resident, buffers), &arena, &*queue)?;
+        Ok(Self::of(directory, weights, (dtype, chunk_tokens), arena, queue))
+    }
+
+    fn of(
+        directory: &ModelDirectory,
+        weights: ModelWeights,
+        (dtype, chunk_tokens): (DType, usize),
+        arena: Arena,
+        queue: Box<dyn Queue>,
+    ) -> Self {
+        let description = ModelDescription::of(directory);
+        let config = description.config().clone();
+        Self { config, weights, dtype, arena, queue, chunk_tokens, description }
     }
 
     /// Returns the type of the weights and activations.
@@ -101,6 +99,21 @@ impl LoadedModel {
         [self.weights.in_place_bytes, self.weights.converted_bytes()]
     }
 
+    /// Returns the most tokens of prompts that are computed at once.
+    pub fn chunk_tokens(&self) -> usize {
+        self.chunk_tokens
+    }
+
+    /// Returns the traffic of the disk since the last call; zero unless weights are streamed.
+    pub fn take_disk_traffic(&self) -> DiskTraffic {
+        self.weights.take_traffic()
+    }
+
+    /// Returns the peaks of what was allocated, in bytes: by category, and of the total.
+    pub fn peak_memory(&self) -> (MemoryBytes, usize) {
+        (self.arena.peak(), self.arena.peak_total_bytes())
+    }
+
     /// Returns the model's configuration, without dropout.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -108,41 +121,23 @@ impl LoadedModel {
 
     /// Returns true if a Lockstep run trained this model on chats.
     pub fn has_chats(&self) -> bool {
-        self.has_chats
+        self.description.has_chats()
     }
 
-    /// Returns the model's generation settings; all absent without a `generation_config.json`.
+    /// Returns [`ModelDescription::generation_config`].
     ///
     /// # Errors
     /// If the file cannot be read or is invalid.
     pub fn generation_config(&self) -> Result<GenerationConfig, InferError> {
-        self.generation.as_deref().map_or_else(|| Ok(GenerationConfig::default()), GenerationConfig::read)
+        self.description.generation_config()
     }
 
-    /// Returns the model's tokenizer. Without one, a vocabulary of 256 to 259 tokens means bytes.
+    /// Returns [`ModelDescription::tokenizer`].
     ///
     /// # Errors
     /// If there is no tokenizer, or it cannot be loaded or does not fit the vocabulary.
     pub fn tokenizer(&self) -> Result<Tokenizer, InferError> {
-        let vocab_size = self.config.vocab_size();
-        let tokenizer = match &self.tokenizer {
-            TokenizerSource::Named(name) => Tokenizer::load(name)?,
-            TokenizerSource::Embedded(EmbeddedTokenizer { tokenizer_json, config_json }) => {
-                let path = Path::new(&self.name);
-                Tokenizer::from_json(tokenizer_json.as_bytes(), path)?
-                    .with_config(config_json.as_bytes(), path)?
-            }
-            TokenizerSource::Refused(problem) => {
-                let (model, problem) = (self.name.clone(), problem.clone());
-                return Err(InferError::EmbeddedTokenizer { model, problem });
-            }
-            TokenizerSource::None if (256..=259).contains(&vocab_size) => Tokenizer::Bytes,
-            TokenizerSource::None => {
-                return Err(InferError::NoTokenizer { model: self.name.clone(), vocab_size });
-            }
-        };
-        tokenizer.fits(vocab_size)?;
-        Ok(tokenizer)
+        self.description.tokenizer()
     }
 
     /// Records the programs for `sequences` of `seq_len` tokens.
@@ -151,12 +146,9 @@ impl LoadedModel {
     }
 }
 
-fn record(
-    config: &ModelConfig,
-    dtype: DType,
-    [sequences, seq_len]: [usize; 2],
-    output: HeadOutput,
-) -> RecordedModel {
-    let shape = BlockShape { sequences, seq_len, dtype };
-    RecordedModel::new(config, Mode::Inference, shape, Recompute::None, output)
+/// Returns a queue on which a token's logits do not depend on the tokens that are computed with it.
+fn queue(arena: &Arena, threads: usize) -> Result<Box<dyn Queue>, InferError> {
+    let mut queue = arena.queue(threads)?;
+    queue.set_summation(Summation::ByDepth);
+    Ok(queue)
 }

@@ -1,16 +1,26 @@
-//! Weights in the type of the model's files. A tensor that the model reads as it is stored stays in the mapped file, so that its
-//! pages are read at their first use and belong to the page cache; the others are converted into memory. Quantized matrices stay
-//! quantized, whatever the type of the other weights.
+//! Weights in the type of the model's files. Without a memory limit, a tensor that the model reads as it is stored stays in the
+//! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory.
+//! Quantized matrices stay quantized, whatever the type of the other weights. With a limit, weights are read into memory or streamed
+//! ([`HeldUnits`]), and quantized ones are decoded.
 
-use std::{collections::HashMap, path::Path};
+use std::{
+    cell::{Ref, RefCell},
+    collections::HashMap,
+    path::Path,
+};
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
 use lockstep_checkpoint::{CheckpointError, ModelDirectory, RowOrder, StoredParameter, gguf::StoredElements};
-use lockstep_engine::StateStore;
+use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, BlockMatrix, MappedTensors, Matrix, Shape, Tensor, View};
+use lockstep_tensor::{Arena, BlockMatrix, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, Tensor, View};
 
-use crate::InferError;
+use crate::{
+    InferError,
+    device_map::{ModelParts, WeightPlace},
+    held::HeldUnits,
+    unit_layout::UnitLayout,
+};
 
 /// The weights of a model.
 pub(crate) struct ModelWeights {
@@ -23,6 +33,8 @@ pub(crate) struct ModelWeights {
     stored: Vec<Option<StoredPlace>>,
     /// Bytes of the parameters in files, tied ones once.
     pub(crate) in_place_bytes: usize,
+    /// Resident and streamed weights; `None` without a memory limit.
+    held: Option<RefCell<HeldUnits>>,
 }
 
 /// Place of a parameter that stays as it is stored.
@@ -102,7 +114,111 @@ impl ModelWeights {
                     .map(|place| StoredPlace { shape: Shape::from(record.shape.as_slice()), ..place });
             }
         }
-        Ok(Self { converted, files: files.files, reordered, stored, in_place_bytes })
+        Ok(Self { converted, files: files.files, reordered, stored, in_place_bytes, held: None })
+    }
+
+    /// Loads the weights of a model, of which `resident` says for each parameter whether it stays in memory. Those of the
+    /// first unit that do not are mapped, since only rows of their tables are read; those of other units are streamed through
+    /// `buffers` buffers.
+    ///
+    /// # Errors
+    /// As for [`ModelWeights::load`].
+    ///
+    /// # Panics
+    /// If a parameter that must be made is not resident.
+    pub(crate) fn load_placed(
+        directory: &ModelDirectory,
+        parts: ModelParts,
+        (resident, buffers): (&[bool], usize),
+        arena: &Arena,
+        kernels: &dyn Kernels,
+    ) -> Result<Self, InferError> {
+        let dtype = parts.dtype();
+        let made: Vec<ParameterId> = parts.made().collect();
+        assert!(
+            made.iter().all(|id| resident[id.0]),
+            "only weights that are stored as they are used are on disk"
+        );
+        let category = MemoryCategory::Parameters;
+        let is_made = |id: usize| made.contains(&ParameterId(id));
+        let converted = StateStore::zeros_of_selected(arena, &parts.records, is_made, dtype, category)?;
+        if !made.is_empty() {
+            let ids: HashMap<&str, ParameterId> =
+                made.iter().map(|&id| (parts.records[id.0].name.as_str(), id)).collect();
+            directory.for_each_selected(
+                |name| ids.contains_key(name),
+                |name, values| -> Result<(), CheckpointError> {
+                    write(converted.view(ids[name]), values);
+                    Ok(())
+                },
+            )?;
+        }
+        let (files, stored) = Self::map_tables(&parts, resident)?;
+        let in_place_bytes =
+            stored.iter().flatten().map(|place| place.shape.elements() * dtype.size_bytes()).sum();
+        let layouts = UnitLayout::of_units(&parts, resident);
+        let held = HeldUnits::load(parts, layouts, buffers, arena, kernels)?;
+        let held = Some(RefCell::new(held));
+        Ok(Self { converted, files, reordered: Vec::new(), stored, in_place_bytes, held })
+    }
+
+    /// Maps the files of the tables that are not resident.
+    fn map_tables(
+        parts: &ModelParts,
+        resident: &[bool],
+    ) -> Result<(Vec<MappedTensors>, Vec<Option<StoredPlace>>), InferError> {
+        let (mut files, mut stored) = (Vec::new(), vec![None; parts.records.len()]);
+        let mut numbers = HashMap::<usize, usize>::new();
+        for &id in parts.units[0].iter().filter(|id| !resident[id.0]) {
+            let WeightPlace::Stored { file, offset, .. } = parts.place(id) else { continue };
+            let number = match numbers.get(&file) {
+                Some(&number) => number,
+                None => {
+                    let path = &parts.files[file];
+                    let map = MappedTensors::open(path).and_then(|map| map.for_lookups().map(|()| map));
+                    files.push(map.map_err(|source| InferError::Map { path: path.clone(), source })?);
+                    numbers.insert(file, files.len() - 1);
+                    files.len() - 1
+                }
+            };
+            let shape = Shape::from(parts.records[id.0].shape.as_slice());
+            let source = Source::File { file: number, offset: offset as usize };
+            let elements = StoredElements::Dense(parts.dtype());
+            stored[id.0] = Some(StoredPlace { source, stored: elements, shape });
+        }
+        Ok((files, stored))
+    }
+
+    /// Waits until the weights of `unit` can be read, and returns those that are not in a mapped file or in the store.
+    ///
+    /// # Errors
+    /// If the disk fails.
+    ///
+    /// # Panics
+    /// If the weights of another unit are still borrowed.
+    pub(crate) fn begin(
+        &self,
+        kernels: &dyn Kernels,
+        unit: usize,
+    ) -> Result<Option<Ref<'_, HeldUnits>>, EngineError> {
+        let Some(held) = &self.held else { return Ok(None) };
+        held.borrow_mut().begin(kernels, unit)?;
+        Ok(Some(held.borrow()))
+    }
+
+    /// Returns the weights that kernels read, with those that [`ModelWeights::begin`] and [`ModelWeights::in_place`] returned.
+    pub(crate) fn weights<'a>(
+        &'a self,
+        in_place: &'a [Option<Matrix<'a>>],
+        held: Option<&'a HeldUnits>,
+    ) -> Weights<'a> {
+        let held = held.map(|held| held as &dyn HeldWeights);
+        Weights::with_in_place(&self.converted, in_place).with_held(held)
+    }
+
+    /// Returns the traffic of the disk since the last call.
+    pub(crate) fn take_traffic(&self) -> DiskTraffic {
+        self.held.as_ref().map(|held| held.borrow_mut().take_traffic()).unwrap_or_default()
     }
 
     /// Returns the bytes of the parameters in memory.
@@ -174,6 +290,32 @@ fn place(
         place.source = Source::Reordered(reordered.len() - 1);
     }
     Ok(Some(place))
+}
+
+/// Weights of a model as a runner asks for them.
+pub(crate) struct RunnerWeights<'m> {
+    weights: &'m ModelWeights,
+    in_place: Vec<Option<Matrix<'m>>>,
+    held: Option<Ref<'m, HeldUnits>>,
+}
+
+impl<'m> RunnerWeights<'m> {
+    pub(crate) fn new(weights: &'m ModelWeights) -> Self {
+        Self { weights, in_place: weights.in_place(), held: None }
+    }
+}
+
+impl WeightSource for RunnerWeights<'_> {
+    fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
+        // The weights of the unit before are no longer read.
+        self.held = None;
+        self.held = self.weights.begin(queue, unit)?;
+        Ok(())
+    }
+
+    fn weights(&self) -> Weights<'_> {
+        self.weights.weights(&self.in_place, self.held.as_deref())
+    }
 }
 
 /// Writes values to a parameter, rounded to its type.

@@ -16,6 +16,9 @@ use lockstep_infer::{
 };
 use lockstep_tensor::PAGE_TOKENS;
 
+#[path = "cache/placed.rs"]
+mod placed;
+
 const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;
 

@@ -37,7 +37,7 @@ pub use buffer::{Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
 
 pub use disk::{
-    Action, DiskBackend, DiskError, DiskIo, DiskQueue, DiskTraffic, ScratchFile, Ticket, Transfer,
+    Action, DiskBackend, DiskError, DiskIo, DiskQueue, DiskTraffic, ScratchFile, StoredFile, Ticket, Transfer,
 };
 pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};

@@ -56,6 +56,14 @@ impl MappedTensors {
         Ok(Self { map, not_sync: PhantomData })
     }
 
+    /// Tells the system that rows of tables are read here and there, so that it does not read ahead.
+    ///
+    /// # Errors
+    /// If the system refuses the advice.
+    pub fn for_lookups(&self) -> io::Result<()> {
+        self.map.advise(memmap2::Advice::Random)
+    }
+
     /// Returns the tensor of `shape` at byte `offset`; `None` if it does not lie in the file or is not aligned to its
     /// elements.
     pub fn view(&self, dtype: DType, offset: usize, shape: impl Into<Shape>) -> Option<View<'_>> {

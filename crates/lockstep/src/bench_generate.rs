@@ -4,14 +4,15 @@ use std::{process::ExitCode, time::Instant};
 
 use clap::Args;
 use lockstep_config::human;
-use lockstep_infer::{Generator, LoadedModel};
+use lockstep_infer::{Batch, InferencePlan, LoadedModel, NewTokens, SequenceId, Workload};
 use lockstep_plan::random::Philox;
-use lockstep_tensor::host::peak_resident_bytes;
+use lockstep_tensor::host::{peak_resident_bytes, proportional_bytes};
 use serde_json::json;
 
 use crate::exit::Failure;
 use crate::infer::ModelArguments;
 use crate::output::say;
+use crate::placement::{Placed, PlacedModel};
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -23,6 +24,9 @@ pub(crate) struct Arguments {
     /// Tokens generated after it, one at a time
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_one())]
     new_tokens: u64,
+    /// Sequences at a time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
+    sequences: u64,
     /// Runs; the fastest of each time counts
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least_one())]
     repeats: u64,
@@ -36,23 +40,38 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let found = arguments.model.find()?;
+    let context = (arguments.prompt_tokens + arguments.new_tokens) as usize;
+    let workload = Workload::Generation { sequences: arguments.sequences as usize, context };
+    let plan = found.plan(workload)?;
+    let before = read_alone(plan.as_ref())?;
     let start = Instant::now();
-    let model = arguments.model.open()?;
+    let PlacedModel { model, placed } = found.load(workload)?;
     let load_ms = milliseconds(start);
     let [mut first_ms, mut prefill_ms, mut decode_ms] = [f64::INFINITY; 3];
+    let mut read_gb_per_s = 0.0_f64;
     for _ in 0..arguments.repeats {
         let run = time_run(&model, arguments)?;
         if first_ms.is_infinite() {
             first_ms = run.prefill_ms;
         }
         (prefill_ms, decode_ms) = (prefill_ms.min(run.prefill_ms), decode_ms.min(run.decode_ms));
+        read_gb_per_s = read_gb_per_s.max(run.read_gb_per_s);
     }
-    let [in_place, converted] = model.weight_bytes();
+    let memory = (proportional_bytes(), placed.as_ref().map(|placed| placed.predicted_bytes));
+    let (dtype, threads, [in_place, converted]) = (model.dtype(), model.threads(), model.weight_bytes());
+    let peak = peak_resident_bytes();
+    // Under a limit there is no room for the model and the buffers of another measurement.
+    drop(model);
+    let alone_gb_per_s = match before {
+        Some(before) => Some((before + read_alone(plan.as_ref())?.unwrap_or(before)) / 2.0),
+        None => None,
+    };
     let tokens_per_s = |tokens: u64, ms: f64| tokens as f64 * 1e3 / ms;
-    let prefill = tokens_per_s(arguments.prompt_tokens, prefill_ms);
-    let decode = tokens_per_s(arguments.new_tokens, decode_ms);
-    let weights_gb_per_s = (in_place + converted) as f64 * decode / 1e9;
-    let (dtype, threads, peak) = (model.dtype(), model.threads(), peak_resident_bytes());
+    let prefill = tokens_per_s(arguments.sequences * arguments.prompt_tokens, prefill_ms);
+    let decode = tokens_per_s(arguments.sequences * arguments.new_tokens, decode_ms);
+    let weights = placed.as_ref().map_or((in_place + converted) as u64, |placed| placed.weights.iter().sum());
+    let weights_gb_per_s = weights as f64 * decode / arguments.sequences as f64 / 1e9;
     if arguments.json {
         say!(
             "{}",
@@ -60,16 +79,37 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
                 "dtype": dtype.to_string(), "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
                 "prefill_ms": prefill_ms, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode,
                 "weights_in_place_bytes": in_place, "weights_converted_bytes": converted,
-                "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak,
+                "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak, "pss_bytes": memory.0,
+                "predicted_bytes": memory.1, "disk_gb_per_s": read_gb_per_s, "disk_alone_gb_per_s": alone_gb_per_s,
             })
         );
         return Ok(ExitCode::SUCCESS);
     }
     let bytes = |bytes: usize| human::bytes(bytes as u64);
     say!("{} {dtype}, {}", arguments.model.model, human::plural(threads, "thread"));
-    say!("weights: {} in place, {} converted; opened in {load_ms:.0} ms", bytes(in_place), bytes(converted));
+    match placed {
+        Some(Placed { weights, .. }) => {
+            let [resident, on_disk] = weights.map(human::bytes);
+            say!("weights: {resident} in memory, {on_disk} on disk; loaded in {load_ms:.0} ms");
+        }
+        None => {
+            let [in_place, converted] = [in_place, converted].map(bytes);
+            say!("weights: {in_place} in place, {converted} converted; opened in {load_ms:.0} ms");
+        }
+    }
     say!("prompt of {}: {prefill:.1} tokens/s ({first_ms:.0} ms at first)", arguments.prompt_tokens);
     say!("then {}: {decode:.2} tokens/s, {weights_gb_per_s:.1} GB/s of weights", arguments.new_tokens);
+    if let Some(alone) = alone_gb_per_s {
+        let percent = 100.0 * read_gb_per_s / alone;
+        say!(
+            "read from disk meanwhile: {read_gb_per_s:.2} GB/s, {percent:.0} % of {alone:.2} GB/s without a model"
+        );
+    }
+    if let (found, Some(predicted)) = memory {
+        let off = 100.0 * (found as f64 / predicted as f64 - 1.0);
+        let (found, predicted) = (human::bytes(found), human::bytes(predicted));
+        say!("memory of the process (PSS): {found}, predicted {predicted} ({off:+.1} %)");
+    }
     say!("peak of resident memory, pages of mapped files included: {}", human::bytes(peak));
     Ok(ExitCode::SUCCESS)
 }
@@ -78,6 +118,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 struct Run {
     prefill_ms: f64,
     decode_ms: f64,
+    /// Bandwidth of reads of weights during the decoding steps.
+    read_gb_per_s: f64,
 }
 
 fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> {
@@ -87,15 +129,27 @@ fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> 
     let ids: Vec<u32> =
         (0..prompt_tokens + new_tokens).map(|at| (random.uniform(at) * vocab_size) as u32).collect();
     let (prompt, rest) = ids.split_at(prompt_tokens as usize);
-    let mut generator = Generator::new(model, ids.len())?;
+    let mut batch = Batch::new(model, Batch::cache_tokens(vec![ids.len(); arguments.sequences as usize]))?;
+    let sequences: Vec<SequenceId> = (0..arguments.sequences).map(|_| batch.open()).collect();
+    let mut read = |ids: &[u32]| {
+        let tokens = |&sequence| NewTokens { sequence, ids, wants_logits: true };
+        batch.read(&sequences.iter().map(tokens).collect::<Vec<_>>()).map(drop)
+    };
     let start = Instant::now();
-    generator.read(prompt)?;
+    prompt.chunks((model.chunk_tokens() / sequences.len()).max(1)).try_for_each(&mut read)?;
     let prefill_ms = milliseconds(start);
     let start = Instant::now();
-    for &id in rest {
-        generator.step(id)?;
-    }
-    Ok(Run { prefill_ms, decode_ms: milliseconds(start) })
+    model.take_disk_traffic();
+    rest.chunks(1).try_for_each(&mut read)?;
+    let (decode_ms, read_bytes) = (milliseconds(start), model.take_disk_traffic().read_bytes);
+    Ok(Run { prefill_ms, decode_ms, read_gb_per_s: read_bytes as f64 / decode_ms / 1e6 })
+}
+
+/// Returns the bandwidth, in GB/s, of reads of the model's files while nothing runs; `None` if none of it is on disk.
+fn read_alone(plan: Option<&InferencePlan>) -> Result<Option<f64>, Failure> {
+    const TIMED_BYTES: usize = 1 << 30;
+    let Some(plan) = plan.filter(|plan| plan.buffers() > 0) else { return Ok(None) };
+    Ok(plan.measure_disk(TIMED_BYTES)?.map(|bytes_per_s| bytes_per_s / 1e9))
 }
 
 fn milliseconds(start: Instant) -> f64 {

@@ -7,6 +7,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory, Timing};
 use lockstep_comm::{Algorithm, CommError, Group, Kind, NumberType, TcpOptions, TransportKind};
+use lockstep_config::human;
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::{JoinOptions, Pinning, started_group};
 use serde_json::json;
@@ -139,20 +140,10 @@ fn algorithms() -> impl TypedValueParser<Value = Algorithm> {
 
 /// Parses a number of bytes with a unit: `4096`, `4KiB`, `64MiB`, `1GB`.
 pub(crate) fn bytes(text: &str) -> Result<usize, String> {
-    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-    let (number, unit) = text.split_at(digits);
-    let factor: usize = match unit.trim() {
-        "" | "B" => 1,
-        "KiB" => 1 << 10,
-        "MiB" => 1 << 20,
-        "GiB" => 1 << 30,
-        "kB" | "KB" => 1000,
-        "MB" => 1_000_000,
-        "GB" => 1_000_000_000,
-        other => return Err(format!("no unit {other:?}: B, KiB, MiB, GiB, kB, MB and GB are")),
-    };
-    let number = number.parse::<usize>().map_err(|error| error.to_string())?;
-    number.checked_mul(factor).filter(|bytes| *bytes > 0).ok_or_else(|| "allowed is 1 B or more".to_owned())
+    let bytes = human::read_bytes(text).and_then(|bytes| usize::try_from(bytes).ok());
+    bytes.filter(|&bytes| bytes > 0).ok_or_else(|| {
+        "allowed is a number of bytes from 1 on, with a unit or without: 4096, 64MiB, 1.5GB".to_owned()
+    })
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {

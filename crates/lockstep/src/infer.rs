@@ -5,17 +5,18 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use lockstep_checkpoint::{DType, ModelDirectory};
-use lockstep_config::{RunConfig, find_weights};
+use lockstep_checkpoint::DType;
+use lockstep_config::RunConfig;
 use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
 };
-use lockstep_infer::{LoadOptions, LoadedModel, evaluate};
+use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, Workload, evaluate};
 use serde_json::json;
 
 use crate::exit::Failure;
 use crate::output::say;
+use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
 
 /// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
@@ -32,11 +33,14 @@ pub(crate) struct ModelArguments {
     /// Compute threads [default: all cores]
     #[arg(long)]
     threads: Option<usize>,
+    #[command(flatten)]
+    pub(crate) placement: PlacementArguments,
 }
 
 /// Values of `--dtype`.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum DtypeChoice {
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+pub(crate) enum DtypeChoice {
+    #[default]
     Auto,
     F32,
     Bf16,
@@ -44,19 +48,22 @@ enum DtypeChoice {
 }
 
 impl ModelArguments {
-    /// Loads the model by any of its names, with the adapter if one is given.
-    pub(crate) fn open(&self) -> Result<LoadedModel, Failure> {
-        let mut directory = ModelDirectory::open(&find_weights(&self.model)?)?;
-        if let Some(adapter) = &self.adapter {
-            directory = directory.with_adapter(adapter)?;
+    /// Finds the model by any of its names, with the adapter if one is given.
+    pub(crate) fn find(&self) -> Result<FoundModel, Failure> {
+        let options = LoadOptions { threads: threads(self.threads)?, dtype: self.dtype.dtype() };
+        FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
+    }
+}
+
+impl DtypeChoice {
+    /// Returns the type; `None` for that of the files.
+    pub(crate) fn dtype(self) -> Option<DType> {
+        match self {
+            Self::Auto => None,
+            Self::F32 => Some(DType::F32),
+            Self::Bf16 => Some(DType::BF16),
+            Self::F16 => Some(DType::F16),
         }
-        let dtype = match self.dtype {
-            DtypeChoice::Auto => None,
-            DtypeChoice::F32 => Some(DType::F32),
-            DtypeChoice::Bf16 => Some(DType::BF16),
-            DtypeChoice::F16 => Some(DType::F16),
-        };
-        Ok(LoadedModel::load(&directory, LoadOptions { threads: threads(self.threads)?, dtype })?)
     }
 }
 
@@ -76,12 +83,14 @@ pub(crate) struct EvalArguments {
 }
 
 pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
-    let model = arguments.model.open()?;
-    let longest = model.config().max_position_embeddings();
+    let found = arguments.model.find()?;
+    let longest = found.description.config().max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
         return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
     }
+    let PlacedModel { model, .. } =
+        &found.load(Workload::Evaluation { windows: EVALUATED_WINDOWS, seq_len })?;
     let files = expand(&arguments.data, Format::Auto)?;
     let cache_dir = RunConfig::default().cache_dir();
     let progress = Bar::default();
@@ -102,7 +111,7 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
     let window = WindowOptions { seq_len, order: SampleOrder::Sequential, tail: Tail::Pad, packing };
     let data = Dataset::new(tokens, range, window, "the text")?;
     progress.begin_items(&format!("evaluating windows of {seq_len} tokens"), data.windows());
-    let result = evaluate(&model, &data, |windows| progress.advance(windows));
+    let result = evaluate(model, &data, |windows| progress.advance(windows));
     progress.finish();
     let result = result?;
     let perplexity = result.perplexity();

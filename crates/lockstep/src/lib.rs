@@ -107,6 +107,7 @@ mod models;
 mod nodes;
 mod output;
 mod pipelines;
+mod placement;
 mod plan;
 mod planned;
 mod ranks;
@@ -135,11 +136,14 @@ pub mod samples {
 
 /// Models that generate text: loading, batches with a key-value cache, sampling.
 pub mod generation {
+    pub use lockstep_checkpoint::ModelDirectory;
     pub use lockstep_data::Tokenizer;
     pub use lockstep_infer::{
-        Batch, Drawn, Event, FinishReason, Generator, InferError, LoadedModel, Request, Sampler, Sampling,
-        Scheduler, SchedulerOptions,
+        Batch, Device, DeviceMap, Drawn, Event, FinishReason, Generator, InferError, InferencePlan,
+        LoadedModel, MapChoice, MemoryLimits, PlanRequest, Request, Sampler, Sampling, Scheduler,
+        SchedulerOptions, Workload,
     };
+    pub use lockstep_tensor::host::proportional_bytes;
 }
 
 pub use lockstep_engine::Optimizer;

@@ -230,7 +230,9 @@ fn a_checkpoint_of_the_command_generates_text() {
         .output()
         .unwrap();
     assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
-    let output =
-        run(dir.path(), "big_model_inference", &["--model", "saved/step-00000002", "--prompt", "fn "]);
+    let arguments = ["--model", "saved/step-00000002", "--prompt", "fn "];
+    let output = run(dir.path(), "big_model_inference", &arguments);
     assert!(output.starts_with("fn "), "{output}");
+    let limited = [&arguments[..], &["--max-memory", "cpu=2GiB"]].concat();
+    assert_eq!(run(dir.path(), "big_model_inference", &limited), output);
 }

@@ -4,6 +4,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+use lockstep_config::human::{read_bytes, whole_bytes};
 use strsim::normalized_damerau_levenshtein;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -217,7 +218,7 @@ impl<'r, 'd> Section<'r, 'd> {
     /// Reads a size in bytes.
     pub(super) fn size(&mut self, key: &'static str) -> Option<u64> {
         let convert = |value: &DeValue<'_>| match value {
-            DeValue::String(text) => bytes_of(text),
+            DeValue::String(text) => read_bytes(text),
             other => number_of(other).and_then(|number| whole_bytes(number, 1)),
         };
         let allowed = "a number of bytes, or one with a unit: \"80GiB\", \"1.5TiB\", \"512MB\"";
@@ -367,65 +368,9 @@ pub(super) fn count_of(value: &DeValue<'_>) -> Option<usize> {
     u32::try_from(number).ok().filter(|&number| number > 0).map(|number| number as usize)
 }
 
-/// Units of sizes, in bytes.
-const UNITS: [(&str, u64); 12] = [
-    ("B", 1),
-    ("kB", 1000),
-    ("KB", 1000),
-    ("MB", 1_000_000),
-    ("GB", 1_000_000_000),
-    ("TB", 1_000_000_000_000),
-    ("PB", 1_000_000_000_000_000),
-    ("KiB", 1 << 10),
-    ("MiB", 1 << 20),
-    ("GiB", 1 << 30),
-    ("TiB", 1 << 40),
-    ("PiB", 1 << 50),
-];
-
-/// Parses a size such as `80GiB`, `1.5 TB` or `4096`.
-fn bytes_of(text: &str) -> Option<u64> {
-    let text = text.trim();
-    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
-    let (number, unit) = text.split_at(digits);
-    let factor = match unit.trim() {
-        "" => 1,
-        unit => UNITS.iter().find(|(name, _)| *name == unit)?.1,
-    };
-    // Whole numbers are parsed exactly, however large.
-    if let Ok(number) = number.parse::<u64>() {
-        return number.checked_mul(factor).filter(|&bytes| i64::try_from(bytes).is_ok());
-    }
-    whole_bytes(number.parse().ok()?, factor)
-}
-
-/// Rounds to whole bytes; `None` if TOML cannot represent the number.
-fn whole_bytes(number: f64, factor: u64) -> Option<u64> {
-    let bytes = number * factor as f64;
-    (bytes >= 0.0 && bytes < i64::MAX as f64).then(|| bytes.round() as u64)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_have_units() {
-        for (text, bytes) in [
-            ("80GiB", 80 << 30),
-            ("1.5 TiB", 3 << 39),
-            ("512MB", 512_000_000),
-            (" 7 ", 7),
-            ("0", 0),
-            ("0.5kB", 500),
-            ("9007199254740993B", 9_007_199_254_740_993),
-        ] {
-            assert_eq!(bytes_of(text), Some(bytes), "{text}");
-        }
-        for text in ["", "GiB", "-3", "3 gigs", "1e5", "1.2.3", ".", "99999999999PiB", "NaN", "4GIB"] {
-            assert_eq!(bytes_of(text), None, "{text}");
-        }
-    }
 
     #[test]
     fn what_is_long_is_cut_and_what_is_not_printable_is_escaped() {

@@ -1,4 +1,4 @@
-//! Errors of the file that offloaded state lives in.
+//! Errors of the files that queues read and write.
 
 use std::{io, path::PathBuf, time::Duration};
 
@@ -7,7 +7,7 @@ use super::Action;
 /// Bytes that stay free for other users of the file system.
 pub(super) const RESERVE_BYTES: u64 = 64 << 20;
 
-/// An error of the file that offloaded state lives in.
+/// An error of a file that a queue reads or writes.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
@@ -33,7 +33,27 @@ pub enum DiskError {
         /// Free space of the file system, in bytes.
         available_bytes: u64,
     },
-    /// A read or a write failed.
+    /// A stored file cannot be opened.
+    #[error("cannot open {}: {source}", path.display())]
+    Open {
+        /// Path of the file.
+        path: PathBuf,
+        /// Error of the operating system.
+        source: io::Error,
+    },
+    /// A read of a stored file failed; the file may be shorter than when it was opened.
+    #[error("cannot read {bytes} bytes at {offset} of {}: {source}", path.display())]
+    Read {
+        /// Path of the file.
+        path: PathBuf,
+        /// Offset of the read in the file, in bytes.
+        offset: u64,
+        /// Length of the read, in bytes.
+        bytes: usize,
+        /// Error of the operating system.
+        source: io::Error,
+    },
+    /// A read or a write of offloaded state failed.
     #[error("cannot {action} {bytes} bytes at {offset} of the offloaded state in {}: {source}", directory.display())]
     Transfer {
         /// The failed operation.

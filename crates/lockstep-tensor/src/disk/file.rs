@@ -1,9 +1,10 @@
-//! The unnamed scratch file, whose space is reserved at creation.
+//! The files of a queue: an unnamed scratch file, whose space is reserved at creation, and a stored file that is only read.
 
 use std::{
     fs::File,
     io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use lockstep_plan::DISK_ALIGNMENT_BYTES;
@@ -17,13 +18,78 @@ use super::error::{DiskError, RESERVE_BYTES};
 /// Magic number of tmpfs (`man 2 statfs`).
 const TMPFS_MAGIC: i128 = 0x0102_1994;
 
+/// An open file that transfers read or write.
+#[derive(Debug)]
+pub(super) struct OpenFile {
+    pub(super) file: File,
+    pub(super) place: Place,
+    /// Offset of the first byte after the last one.
+    pub(super) end_bytes: u64,
+}
+
+/// Place of an open file, for messages.
+#[derive(Debug)]
+pub(super) enum Place {
+    /// Directory of a scratch file.
+    Scratch(PathBuf),
+    /// Path of a stored file.
+    Stored(PathBuf),
+}
+
+impl Place {
+    pub(super) fn path(&self) -> &Path {
+        match self {
+            Self::Scratch(path) | Self::Stored(path) => path,
+        }
+    }
+}
+
+/// A file that exists and is only read. Its last block may be shorter than the alignment of transfers.
+#[derive(Debug, Clone)]
+pub struct StoredFile {
+    pub(super) open: Arc<OpenFile>,
+    passes_cache: bool,
+}
+
+impl StoredFile {
+    /// Opens a file; its reads bypass the page cache if the file system allows it.
+    ///
+    /// # Errors
+    /// If the file cannot be opened ([`DiskError::Open`]).
+    pub fn open(path: &Path) -> Result<Self, DiskError> {
+        let failed = |source: io::Error| DiskError::Open { path: path.to_owned(), source };
+        let open = |more| fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC | more, Mode::empty());
+        let (file, passes_cache) = match open(OFlags::DIRECT) {
+            Err(Errno::INVAL) => (open(OFlags::empty()).map_err(|errno| failed(errno.into()))?, false),
+            opened => (opened.map_err(|errno| failed(errno.into()))?, true),
+        };
+        let file = File::from(file);
+        let end_bytes = file.metadata().map_err(failed)?.len();
+        let place = Place::Stored(path.to_owned());
+        Ok(Self { open: Arc::new(OpenFile { file, place, end_bytes }), passes_cache })
+    }
+
+    /// Size of the file in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.open.end_bytes
+    }
+
+    /// Path of the file.
+    pub fn path(&self) -> &Path {
+        self.open.place.path()
+    }
+
+    /// Returns true if reads bypass the page cache (`O_DIRECT`).
+    pub fn passes_cache(&self) -> bool {
+        self.passes_cache
+    }
+}
+
 /// An unnamed file. Its space is reserved from the start and returned to the system when the process ends. It reads
 /// as zeros where nothing was written.
 #[derive(Debug)]
 pub struct ScratchFile {
-    file: File,
-    directory: PathBuf,
-    len_bytes: u64,
+    pub(super) open: Arc<OpenFile>,
     passes_cache: bool,
 }
 
@@ -48,26 +114,23 @@ impl ScratchFile {
             }
             Err(errno) => return Err(failed(errno.into())),
         }
-        Ok(Self { file, directory: directory.to_owned(), len_bytes, passes_cache })
+        let place = Place::Scratch(directory.to_owned());
+        Ok(Self { open: Arc::new(OpenFile { file, place, end_bytes: len_bytes }), passes_cache })
     }
 
     /// Size of the file in bytes.
     pub fn len_bytes(&self) -> u64 {
-        self.len_bytes
+        self.open.end_bytes
     }
 
     /// Directory of the file.
     pub fn directory(&self) -> &Path {
-        &self.directory
+        self.open.place.path()
     }
 
     /// Returns true if transfers bypass the page cache (`O_DIRECT`).
     pub fn passes_cache(&self) -> bool {
         self.passes_cache
-    }
-
-    pub(super) fn file(&self) -> &File {
-        &self.file
     }
 
     /// Returns true if a directory lies in memory (tmpfs), so that offloading to it saves nothing.

@@ -1,4 +1,4 @@
-//! Disk offload: an unnamed file, and asynchronous reads and writes between it and buffers.
+//! Disk offload: an unnamed file or stored ones, and asynchronous reads and writes between them and buffers.
 //!
 //! A [`ScratchFile`] reserves its whole space before anything is written, and bypasses the page cache if the file
 //! system allows it. It has no name: when the process ends, in any way, the system reclaims the space, and no partly
@@ -21,6 +21,6 @@ mod tests;
 mod transfer;
 
 pub use error::DiskError;
-pub use file::ScratchFile;
+pub use file::{ScratchFile, StoredFile};
 pub use queue::{DiskIo, DiskQueue, DiskTraffic, Ticket};
 pub use transfer::{Action, DiskBackend, Transfer};

@@ -10,12 +10,12 @@ use std::{
     time::Instant,
 };
 
-use super::{Action, DiskBackend, ScratchFile, Transfer};
+use super::{Action, DiskBackend, Transfer};
 
 /// Enough threads to keep a disk's queue filled with requests of some MiB each.
 const THREADS: usize = 4;
 
-/// Threads that perform the transfers of a file.
+/// Threads that perform the transfers of a queue.
 #[derive(Debug)]
 pub(super) struct Pool {
     desk: Arc<Desk>,
@@ -44,12 +44,12 @@ impl Desk {
     }
 
     /// Performs requests until there are no more.
-    fn work(&self, file: &ScratchFile) {
+    fn work(&self) {
         let mut queues = self.queues();
         loop {
             if let Some(mut transfer) = queues.orders.pop_front() {
                 drop(queues);
-                let result = run(file, &mut transfer);
+                let result = run(&mut transfer);
                 queues = self.queues();
                 queues.ended.push_back((transfer, result));
                 self.has_ended.notify_one();
@@ -67,7 +67,7 @@ impl Pool {
     ///
     /// # Errors
     /// If the system cannot start a thread.
-    pub(super) fn new(file: &Arc<ScratchFile>, depth: usize) -> io::Result<Self> {
+    pub(super) fn new(depth: usize) -> io::Result<Self> {
         let queues = Queues {
             orders: VecDeque::with_capacity(depth),
             ended: VecDeque::with_capacity(depth),
@@ -77,20 +77,28 @@ impl Pool {
         let desk = Arc::new(Desk { queues: Mutex::new(queues), has_orders, has_ended });
         let mut pool = Self { desk, threads: Vec::with_capacity(THREADS) };
         for number in 0..THREADS {
-            let (file, desk) = (Arc::clone(file), Arc::clone(&pool.desk));
+            let desk = Arc::clone(&pool.desk);
             let thread = Builder::new().name(format!("disk {number}"));
-            pool.threads.push(thread.spawn(move || desk.work(&file))?);
+            pool.threads.push(thread.spawn(move || desk.work())?);
         }
         Ok(pool)
     }
 }
 
-fn run(file: &ScratchFile, transfer: &mut Transfer) -> io::Result<()> {
-    let Transfer { action, offset, loan, .. } = transfer;
-    match action {
-        Action::Read => file.file().read_exact_at(loan.bytes_mut(), *offset),
-        Action::Write => file.file().write_all_at(loan.bytes(), *offset),
+fn run(transfer: &mut Transfer) -> io::Result<()> {
+    if transfer.action == Action::Write {
+        return transfer.file.file.write_all_at(transfer.loan.bytes(), transfer.offset);
     }
+    while !transfer.is_complete() {
+        let Transfer { offset, loan, done, file, .. } = transfer;
+        match file.file.read_at(&mut loan.bytes_mut()[*done..], *offset + *done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(bytes) => *done += bytes,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 impl DiskBackend for Pool {

@@ -1,4 +1,4 @@
-//! The queue of a file: asynchronous reads and writes, many in flight at once, and their traffic.
+//! The queue of a scratch file or of stored files: asynchronous reads and writes, many in flight at once, and their traffic.
 
 use std::{
     collections::VecDeque,
@@ -11,7 +11,11 @@ use lockstep_plan::DISK_ALIGNMENT_BYTES;
 
 #[cfg(target_os = "linux")]
 use super::ring::Ring;
-use super::{Action, DiskBackend, DiskError, ScratchFile, Transfer, pool::Pool};
+use super::{
+    Action, DiskBackend, DiskError, ScratchFile, StoredFile, Transfer,
+    file::{OpenFile, Place},
+    pool::Pool,
+};
 use crate::Loan;
 
 /// Largest number of requests in flight.
@@ -67,10 +71,13 @@ enum TransferState {
     Taken,
 }
 
-/// Asynchronous reads and writes of one file, many in flight at once.
+/// Asynchronous reads and writes, many in flight at once.
 #[derive(Debug)]
 pub struct DiskQueue {
-    file: Arc<ScratchFile>,
+    /// The scratch file; `None` for a queue that only reads stored files.
+    scratch: Option<Arc<ScratchFile>>,
+    /// The file of the transfer that was started last, for messages.
+    recent: Option<Arc<OpenFile>>,
     mover: Box<dyn DiskBackend>,
     /// State of the transfers from number `first_begun` on, the oldest whose result nobody has asked for.
     begun: VecDeque<TransferState>,
@@ -89,10 +96,17 @@ impl DiskQueue {
     /// # Errors
     /// If io_uring is requested and unavailable, or threads cannot be started.
     pub fn new(file: ScratchFile, method: DiskIo) -> Result<Self, DiskError> {
-        let file = Arc::new(file);
-        let mover = mover(&file, method)
+        let mover = mover(method)
             .map_err(|source| DiskError::Create { directory: file.directory().to_owned(), source })?;
-        Ok(Self::with_backend(file, mover))
+        Ok(Self::with_backend(Arc::new(file), mover))
+    }
+
+    /// Creates a queue that reads stored files ([`DiskQueue::read_stored`]).
+    ///
+    /// # Errors
+    /// If io_uring is requested and unavailable, or threads cannot be started.
+    pub fn for_stored(method: DiskIo) -> io::Result<Self> {
+        Ok(Self::of(None, mover(method)?))
     }
 
     /// Wraps the backend by `around`: a test can delay transfers or make them fail.
@@ -103,8 +117,13 @@ impl DiskQueue {
 
     /// Creates a queue that uses `mover` as its backend.
     pub fn with_backend(file: Arc<ScratchFile>, mover: Box<dyn DiskBackend>) -> Self {
+        Self::of(Some(file), mover)
+    }
+
+    fn of(scratch: Option<Arc<ScratchFile>>, mover: Box<dyn DiskBackend>) -> Self {
         Self {
-            file,
+            scratch,
+            recent: None,
             mover,
             begun: VecDeque::with_capacity(DEPTH),
             first_begun: 0,
@@ -115,28 +134,43 @@ impl DiskQueue {
         }
     }
 
-    /// Returns the file of the queue.
-    pub fn file(&self) -> &ScratchFile {
-        &self.file
+    /// Returns the scratch file of the queue; `None` if it only reads stored files.
+    pub fn file(&self) -> Option<&ScratchFile> {
+        self.scratch.as_deref()
     }
 
-    /// Starts a read of the file from `offset` on into the lent memory.
+    /// Starts a read of the scratch file from `offset` on into the lent memory.
     ///
     /// # Panics
-    /// If the offset, the memory or its length is not a multiple of [`DISK_ALIGNMENT_BYTES`], or the range does not
-    /// lie in the file.
+    /// If the offset, the memory or its length is not a multiple of [`DISK_ALIGNMENT_BYTES`], the range does not lie in
+    /// the file, or the queue has no scratch file.
     pub fn read(&mut self, offset: u64, into: Loan) -> Ticket {
         self.traffic.read_bytes += into.len_bytes() as u64;
-        self.start(Action::Read, offset, into)
+        self.start(Action::Read, self.scratch(), offset, into)
     }
 
-    /// Starts a write of the lent memory to the file from `offset` on.
+    /// Starts a write of the lent memory to the scratch file from `offset` on.
     ///
     /// # Panics
     /// As [`DiskQueue::read`].
     pub fn write(&mut self, offset: u64, from: Loan) -> Ticket {
         self.traffic.written_bytes += from.len_bytes() as u64;
-        self.start(Action::Write, offset, from)
+        self.start(Action::Write, self.scratch(), offset, from)
+    }
+
+    /// Starts a read of a stored file from `offset` on into the lent memory. Memory past the end of the file keeps its
+    /// contents.
+    ///
+    /// # Panics
+    /// As [`DiskQueue::read`]; the range may end in the last, incomplete block of the file.
+    pub fn read_stored(&mut self, file: &StoredFile, offset: u64, into: Loan) -> Ticket {
+        self.traffic.read_bytes += into.len_bytes() as u64;
+        self.start(Action::Read, Arc::clone(&file.open), offset, into)
+    }
+
+    #[track_caller]
+    fn scratch(&self) -> Arc<OpenFile> {
+        Arc::clone(&self.scratch.as_ref().expect("a queue with a scratch file").open)
     }
 
     /// Waits until a transfer has ended, which also ends its loan.
@@ -155,7 +189,8 @@ impl DiskQueue {
         let waited = begin.elapsed();
         self.traffic.exposed += waited;
         if is_silent {
-            return Err(DiskError::Silent { directory: self.file.directory().to_owned(), waited });
+            let place = self.recent.as_ref().map(|file| file.place.path().to_owned());
+            return Err(DiskError::Silent { directory: place.unwrap_or_default(), waited });
         }
         let begun = self.begun(ticket.0).map(|begun| std::mem::replace(begun, TransferState::Taken));
         while matches!(self.begun.front(), Some(TransferState::Taken)) {
@@ -181,21 +216,22 @@ impl DiskQueue {
         std::mem::take(&mut self.traffic)
     }
 
-    fn start(&mut self, action: Action, offset: u64, mut loan: Loan) -> Ticket {
+    fn start(&mut self, action: Action, file: Arc<OpenFile>, offset: u64, mut loan: Loan) -> Ticket {
         loan.hand_over(&format_args!("a {action} of a disk"));
         let (bytes, alignment) = (loan.len_bytes(), DISK_ALIGNMENT_BYTES);
         assert!(
             offset.is_multiple_of(alignment as u64)
                 && bytes.is_multiple_of(alignment)
                 && loan.as_ptr().addr().is_multiple_of(alignment)
-                && offset + bytes as u64 <= self.file.len_bytes(),
+                && offset + bytes as u64 <= file.end_bytes.next_multiple_of(alignment as u64),
             "{bytes} bytes at {:p} and {offset} of a file of {}, which go in units of {alignment}",
             loan.as_ptr(),
-            self.file.len_bytes()
+            file.end_bytes
         );
         let id = self.first_begun + self.begun.len() as u64;
         self.begun.push_back(TransferState::InFlight);
-        self.waiting.push_back(Transfer { id, action, offset, loan, done: 0 });
+        self.recent = Some(Arc::clone(&file));
+        self.waiting.push_back(Transfer { id, action, offset, loan, done: 0, file });
         self.start_waiting();
         Ticket(id)
     }
@@ -216,7 +252,7 @@ impl DiskQueue {
     /// Records the end of a transfer; returns false if none ends before `deadline`.
     fn take_in(&mut self, deadline: Instant) -> bool {
         let Some((transfer, result)) = self.mover.next(deadline) else { return false };
-        let Transfer { id, action, offset, loan, .. } = transfer;
+        let Transfer { id, action, offset, loan, file, .. } = transfer;
         let bytes = loan.len_bytes();
         drop(loan);
         self.in_flight -= 1;
@@ -224,13 +260,11 @@ impl DiskQueue {
             self.traffic.busy += self.busy_since.elapsed();
         }
         self.start_waiting();
-        let directory = || self.file.directory().to_owned();
-        let result = result.map_err(|source| DiskError::Transfer {
-            action,
-            offset,
-            bytes,
-            directory: directory(),
-            source,
+        let result = result.map_err(|source| match &file.place {
+            Place::Scratch(directory) => {
+                DiskError::Transfer { action, offset, bytes, directory: directory.clone(), source }
+            }
+            Place::Stored(path) => DiskError::Read { path: path.clone(), offset, bytes, source },
         });
         if let Some(begun) = self.begun(id) {
             *begun = TransferState::Ended(result);
@@ -239,11 +273,11 @@ impl DiskQueue {
     }
 }
 
-/// Creates the backend for `file` that `method` selects.
-fn mover(file: &Arc<ScratchFile>, method: DiskIo) -> io::Result<Box<dyn DiskBackend>> {
+/// Creates the backend that `method` selects.
+fn mover(method: DiskIo) -> io::Result<Box<dyn DiskBackend>> {
     #[cfg(target_os = "linux")]
     if method != DiskIo::Threads {
-        match Ring::new(Arc::clone(file), DEPTH) {
+        match Ring::new(DEPTH) {
             Ok(ring) => return Ok(Box::new(ring)),
             Err(error) if method == DiskIo::IoUring => return Err(error),
             // An older kernel, or a sandbox that forbids it.
@@ -254,5 +288,5 @@ fn mover(file: &Arc<ScratchFile>, method: DiskIo) -> io::Result<Box<dyn DiskBack
     if method == DiskIo::IoUring {
         return Err(io::ErrorKind::Unsupported.into());
     }
-    Ok(Box::new(Pool::new(file, DEPTH)?))
+    Ok(Box::new(Pool::new(DEPTH)?))
 }

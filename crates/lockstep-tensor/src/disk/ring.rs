@@ -5,14 +5,13 @@ use std::{
     io,
     ops::Range,
     os::fd::AsRawFd,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
 
-use super::{Action, DiskBackend, ScratchFile, Transfer};
+use super::{Action, DiskBackend, Transfer};
 
 /// Time limit for the trial request on a new ring.
 const PATIENCE_AT_START: Duration = Duration::from_secs(1);
@@ -26,31 +25,30 @@ const PAUSES: Range<Duration> = Duration::from_millis(1)..Duration::from_millis(
 /// A ring of requests, and the transfers they belong to.
 pub(super) struct Ring {
     ring: IoUring,
-    file: Arc<ScratchFile>,
     /// Transfers that the kernel works on, by id. Their memory stays lent, and so alive, until they end.
     in_flight: HashMap<u64, Transfer>,
 }
 
 impl Ring {
-    /// Creates a ring for up to `depth` requests of `file` in flight.
+    /// Creates a ring for up to `depth` requests in flight.
     ///
     /// # Errors
     /// If the kernel has no io_uring, has one that is too old, or does not let this process use it.
-    pub(super) fn new(file: Arc<ScratchFile>, depth: usize) -> io::Result<Self> {
+    pub(super) fn new(depth: usize) -> io::Result<Self> {
         let mut ring = IoUring::new(depth as u32)?;
         // A wait with a deadline needs Linux 5.11.
         if !ring.params().is_feature_ext_arg() {
             return Err(io::ErrorKind::Unsupported.into());
         }
         try_out(&mut ring)?;
-        Ok(Self { ring, file, in_flight: HashMap::with_capacity(depth) })
+        Ok(Self { ring, in_flight: HashMap::with_capacity(depth) })
     }
 
     /// Submits the rest of a transfer to the kernel.
     fn submit(&mut self, transfer: Transfer) -> Result<(), (Transfer, io::Error)> {
-        let entry = entry_of(&self.file, &transfer);
+        let entry = entry_of(&transfer);
         // SAFETY: the memory is lent to the transfer, which stays in `in_flight` until the kernel is done with it,
-        // and is never freed before that (see `drop`). The file is open as long as the ring.
+        // and is never freed before that (see `drop`). The transfer keeps its file open as well.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         if pushed.is_err() {
             return Err((transfer, io::ErrorKind::ResourceBusy.into()));
@@ -83,7 +81,7 @@ impl Ring {
                 Err(error) => return Some((transfer, Err(error))),
                 Ok(bytes) => {
                     transfer.done += bytes;
-                    if transfer.done == transfer.loan.bytes().len() {
+                    if transfer.is_complete() {
                         return Some((transfer, Ok(())));
                     }
                     if let Err((transfer, error)) = self.submit(transfer) {
@@ -132,9 +130,9 @@ fn is_passing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
 
-fn entry_of(file: &ScratchFile, transfer: &Transfer) -> squeue::Entry {
-    let Transfer { id, action, offset, loan, done } = transfer;
-    let descriptor = types::Fd(file.file().as_raw_fd());
+fn entry_of(transfer: &Transfer) -> squeue::Entry {
+    let Transfer { id, action, offset, loan, done, file } = transfer;
+    let descriptor = types::Fd(file.file.as_raw_fd());
     let memory = loan.as_ptr().wrapping_add(*done);
     // A longer transfer continues when this part has ended.
     let bytes = (loan.bytes().len() - done).min(1 << 30) as u32;

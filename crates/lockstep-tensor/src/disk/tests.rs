@@ -85,6 +85,49 @@ fn a_new_file_is_zeros_and_has_no_name() {
     }
 }
 
+/// Writes a stored file of two blocks and a hundred bytes.
+fn stored(directory: &Path) -> (StoredFile, Vec<u8>) {
+    let bytes: Vec<u8> = (0..2 * UNIT + 100).map(|at| (at % 251) as u8).collect();
+    let path = directory.join("weights");
+    std::fs::write(&path, &bytes).unwrap();
+    (StoredFile::open(&path).unwrap(), bytes)
+}
+
+#[test]
+fn a_stored_file_is_read_to_its_end_which_is_no_whole_block() {
+    for method in methods() {
+        let directory = tempfile::tempdir().unwrap();
+        let (file, bytes) = stored(directory.path());
+        let mut queue = DiskQueue::for_stored(method).unwrap();
+        let mut memory = pages(4);
+        memory.bytes_mut().fill(7);
+        let tail = queue.read_stored(&file, UNIT as u64, memory.lend(UNIT..3 * UNIT));
+        let head = queue.read_stored(&file, 0, memory.lend(0..UNIT));
+        queue.wait(head, LIMIT).unwrap();
+        queue.wait(tail, LIMIT).unwrap();
+        let found = memory.bytes_mut();
+        assert!(found[..bytes.len()] == bytes, "{method:?}");
+        // Direct reads of some file systems zero the rest of the block; nothing beyond it changes.
+        assert!(found[3 * UNIT..].iter().all(|byte| *byte == 7), "{method:?}");
+    }
+}
+
+#[test]
+fn a_stored_file_that_has_become_shorter_is_an_error_that_names_it() {
+    for method in methods() {
+        let directory = tempfile::tempdir().unwrap();
+        let (file, _) = stored(directory.path());
+        std::fs::OpenOptions::new().write(true).open(file.path()).unwrap().set_len(UNIT as u64).unwrap();
+        let mut queue = DiskQueue::for_stored(method).unwrap();
+        let mut memory = pages(4);
+        let ticket = queue.read_stored(&file, 0, memory.lend(0..3 * UNIT));
+        let error = queue.wait(ticket, LIMIT).unwrap_err().to_string();
+        assert!(error.contains("cannot read 12288 bytes at 0 of") && error.contains("weights"), "{error}");
+    }
+    let error = StoredFile::open(Path::new("nowhere/weights")).unwrap_err().to_string();
+    assert!(error.contains("cannot open nowhere/weights"), "{error}");
+}
+
 #[test]
 fn more_transfers_than_fit_at_once_all_end() {
     for method in methods() {

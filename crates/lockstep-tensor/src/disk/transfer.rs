@@ -1,7 +1,8 @@
 //! Transfers between a file and lent memory, and the backend that performs them.
 
-use std::{fmt, io, time::Instant};
+use std::{fmt, io, sync::Arc, time::Instant};
 
+use super::file::OpenFile;
 use crate::Loan;
 
 /// Direction of a transfer.
@@ -35,6 +36,15 @@ pub struct Transfer {
     pub loan: Loan,
     /// Number of bytes transferred so far.
     pub done: usize,
+    pub(super) file: Arc<OpenFile>,
+}
+
+impl Transfer {
+    /// Returns true if every byte is transferred; a read also ends at the end of the file.
+    pub(super) fn is_complete(&self) -> bool {
+        self.done == self.loan.len_bytes()
+            || self.action == Action::Read && self.offset + self.done as u64 >= self.file.end_bytes
+    }
 }
 
 /// The backend that performs transfers; a test can stand between a queue and the disk.

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_data::Tokenizer;
-use lockstep_infer::{GenerationConfig, LoadedModel, Sampling, SchedulerOptions};
+use lockstep_infer::{GenerationConfig, LoadedModel, Sampling, SchedulerOptions, Workload};
 use serde_json::{Value, json};
 
 use self::{
@@ -26,6 +26,7 @@ use self::{
 use crate::exit::Failure;
 use crate::infer::ModelArguments;
 use crate::output::{note, say, warning};
+use crate::placement::{FoundModel, PlacedModel};
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -78,9 +79,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         && arguments.prompts.is_none()
         && std::io::stdin().is_terminal();
     let prompts = if talks { Vec::new() } else { prompts(arguments)? };
-    let model = arguments.model.open()?;
-    let tokenizer = model.tokenizer()?;
-    let config = model.generation_config()?;
+    let found = arguments.model.find()?;
+    let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
+    let placed = found.load(workload(arguments, &found, (&tokenizer, &config), &prompts)?)?;
+    let model = &placed.model;
     if !config.ignored.is_empty() {
         warning(&format!(
             "generation_config.json: {} is not supported and left out",
@@ -90,16 +92,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if model.has_chats() && !arguments.chat {
         note!("note: the model was trained on chats; --chat asks it as it was trained");
     }
-    let writer = Writer::from_arguments(&model, &tokenizer, &config, arguments)?;
+    let writer = Writer::from_arguments(model, &tokenizer, &config, arguments)?;
     if talks {
         return converse(&writer, arguments.system.as_deref());
     }
     if let Some(beams) = arguments.sampling.beams(&config) {
-        return search(&writer, &prompts, &beams, arguments);
+        return search(&writer, &prompts, &beams, (arguments, &placed));
     }
     let mut jobs = Vec::new();
     for prompt in &prompts {
-        let ids = writer.prompt_ids(prompt, arguments)?;
+        let ids = prompt_ids(writer.tokenizer, prompt, arguments)?;
         let seeds = (0..arguments.samples).map(|sample| arguments.seed.wrapping_add(sample));
         jobs.extend(seeds.map(|seed| Job { ids: ids.clone(), seed }));
     }
@@ -117,7 +119,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Ok(())
     })?;
     if arguments.json {
-        print_json(written.iter().enumerate().map(|(job, written)| written.json(prompt_of(job))).collect());
+        let results = written.iter().enumerate().map(|(job, written)| written.json(prompt_of(job)));
+        print_json(results.collect(), &placed);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -127,7 +130,7 @@ fn search(
     writer: &Writer<'_>,
     prompts: &[String],
     beams: &BeamSettings,
-    arguments: &Arguments,
+    (arguments, placed): (&Arguments, &PlacedModel),
 ) -> Result<ExitCode, Failure> {
     let samples = usize::try_from(arguments.samples).unwrap_or(usize::MAX);
     if samples > beams.beams {
@@ -138,7 +141,7 @@ fn search(
     }
     let mut results = Vec::new();
     for (number, prompt) in prompts.iter().enumerate() {
-        let found = writer.search(&writer.prompt_ids(prompt, arguments)?, samples, beams)?;
+        let found = writer.search(&prompt_ids(writer.tokenizer, prompt, arguments)?, samples, beams)?;
         for (rank, written) in found.iter().enumerate() {
             if arguments.json {
                 results.push(written.json(prompt));
@@ -152,17 +155,53 @@ fn search(
         }
     }
     if arguments.json {
-        print_json(results);
+        print_json(results, placed);
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints one result, or an object with a list of several.
-fn print_json(results: Vec<Value>) {
-    match results.as_slice() {
-        [only] => say!("{only}"),
-        all => say!("{}", json!({ "results": all })),
+/// Prints one result, or an object with a list of several; with the map of a placed model.
+fn print_json(mut results: Vec<Value>, placed: &PlacedModel) {
+    let mut document = match results.len() {
+        1 => results.remove(0),
+        _ => json!({ "results": results }),
+    };
+    placed.add_map(&mut document);
+    say!("{document}");
+}
+
+/// Returns the sequences at a time and the tokens of the longest, for which memory is planned. Without limits on memory nothing is
+/// planned.
+fn workload(
+    arguments: &Arguments,
+    found: &FoundModel,
+    (tokenizer, config): (&Tokenizer, &GenerationConfig),
+    prompts: &[String],
+) -> Result<Workload, Failure> {
+    let longest = found.description.config().max_position_embeddings();
+    // A conversation may become as long as the model allows.
+    if prompts.is_empty() || !arguments.model.placement.is_given() {
+        return Ok(Workload::Generation { sequences: 1, context: longest });
     }
+    let new_tokens = arguments.max_new_tokens.or(config.max_new_tokens).or(config.max_length);
+    let mut tokens = 0;
+    for prompt in prompts {
+        tokens = tokens.max(prompt_ids(tokenizer, prompt, arguments)?.len());
+    }
+    let texts = prompts.len().saturating_mul(arguments.samples as usize).min(arguments.batch_size as usize);
+    let sequences = arguments.sampling.beams(config).map_or(texts, |beams| beams.beams);
+    let context = tokens.saturating_add(new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)).min(longest);
+    Ok(Workload::Generation { sequences, context })
+}
+
+/// Returns the tokens of a prompt, or of the chat that it begins.
+fn prompt_ids(tokenizer: &Tokenizer, prompt: &str, arguments: &Arguments) -> Result<Vec<u32>, Failure> {
+    if !arguments.chat {
+        return Ok(tokenizer.encode_prompt(prompt)?);
+    }
+    let system = arguments.system.iter().map(|text| ("system".to_owned(), text.clone()));
+    let messages: Vec<_> = system.chain([("user".to_owned(), prompt.to_owned())]).collect();
+    Ok(tokenizer.encode_chat(&messages)?)
 }
 
 /// Texts on standard output, in the order of their jobs: pieces of a later one wait until those before it have ended.
@@ -249,15 +288,6 @@ impl<'m> Writer<'m> {
                 ));
             }
         }
-    }
-
-    fn prompt_ids(&self, prompt: &str, arguments: &Arguments) -> Result<Vec<u32>, Failure> {
-        if !arguments.chat {
-            return Ok(self.tokenizer.encode_prompt(prompt)?);
-        }
-        let system = arguments.system.iter().map(|text| ("system".to_owned(), text.clone()));
-        let messages: Vec<_> = system.chain([("user".to_owned(), prompt.to_owned())]).collect();
-        Ok(self.tokenizer.encode_chat(&messages)?)
     }
 }
 

@@ -90,7 +90,7 @@ impl Writer<'_> {
         let requests: Vec<Request> = jobs.iter().map(|job| self.request(job)).collect();
         let options = SchedulerOptions {
             max_sequences: self.batch_size,
-            max_step_tokens: SchedulerOptions::MAX_STEP_TOKENS,
+            max_step_tokens: self.model.chunk_tokens().max(self.batch_size),
             cache_tokens: Scheduler::cache_tokens(self.model, &requests, self.batch_size)?,
         };
         let mut scheduler = Scheduler::new(self.model, options)?;

@@ -15,6 +15,7 @@ use lockstep_planner::{Details, Evaluated, Page, Planner};
 use lockstep_train::Error;
 use serde_json::Value;
 
+use super::inference::InferenceArguments;
 use super::{counts, progress, training};
 use crate::collectives::bytes;
 use crate::exit::Failure;
@@ -28,6 +29,8 @@ pub(crate) struct Arguments {
     pub(super) planned: PlannedRun,
     #[command(flatten)]
     pub(super) counts: counts::Counts,
+    #[command(flatten)]
+    pub(super) inference: InferenceArguments,
     /// A model: a preset, such as llama3-8b, a directory with a config.json, a checkpoint, or a repository in the cache of Hugging Face
     #[arg(long, value_name = "MODEL")]
     pub(super) model: Option<String>,

@@ -5,6 +5,7 @@ mod calibration;
 mod counts;
 mod details;
 mod figures;
+mod inference;
 mod prediction;
 mod progress;
 mod ranking;
@@ -22,6 +23,11 @@ use crate::output::{note, say};
 use crate::ranks::blamed;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    if let (true, Some(model)) = (arguments.inference.inference, &arguments.model) {
+        arguments.inference.run(model, arguments.json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    arguments.inference.refuse_without()?;
     arguments.counts.refuse(arguments.cluster.as_deref())?;
     if !arguments.calibrate.is_empty() {
         calibration::run(arguments)?;

@@ -27,6 +27,7 @@ mod mistakes_launch;
 mod namespaces;
 mod nodes;
 mod pages;
+mod placement;
 mod plan;
 mod plan_page;
 mod ranks;

@@ -1,0 +1,404 @@
+//! The plan of an inference under a memory limit: the device of every module, the bytes of every category, and the least limit
+//! that would do.
+//!
+//! Everything that the process holds counts: weights, buffers of streamed units, caches of keys and values, activations,
+//! workspace, and the process itself as it is before the model is loaded.
+
+use std::path::PathBuf;
+
+use lockstep_checkpoint::{ModelDirectory, OffloadedWeights};
+use lockstep_config::human;
+use lockstep_engine::EngineError;
+use lockstep_model::{HeadOutput, ModelConfig};
+use lockstep_plan::{DType, ParameterId, ParameterRecord};
+use lockstep_tensor::{DiskIo, Workers, host::available_memory_bytes};
+
+use crate::{
+    InferError,
+    device_map::{
+        Device, DeviceMap, Item, MemoryLimits, ModelParts, Module, Order, Placement, Role, WeightPlace,
+        least_bytes, no_gpu, place, residences,
+    },
+    run_memory::{RunMemory, Workload, record},
+    stream::WeightFiles,
+    unit_layout::UnitLayout,
+};
+
+/// Tokens of a prompt that are computed at once, unless memory is scarce or each pass reads weights from disk.
+pub(crate) const CHUNK: usize = 512;
+/// Tokens of a chunk when each pass reads weights from disk: more tokens share a read.
+const STREAMED_CHUNK: usize = 2048;
+/// Fewest tokens of a chunk.
+const LEAST_CHUNK: usize = 16;
+/// Part of the memory limit that longer chunks may take.
+const CHUNK_SHARE: f64 = 0.05;
+/// Bytes of a page of the system.
+const PAGE_BYTES: u64 = 4096;
+
+/// Source of a device map.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum MapChoice {
+    /// Solved; resident blocks are spread evenly between streamed ones, so that reads and compute overlap.
+    #[default]
+    Balanced,
+    /// Solved; resident blocks come first.
+    Sequential,
+    /// A map in Accelerate's form.
+    Given {
+        /// The map.
+        map: DeviceMap,
+        /// Path of its file, for messages.
+        origin: String,
+    },
+}
+
+/// Question that a plan answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlanRequest {
+    /// Source of the device map.
+    pub map: MapChoice,
+    /// Limits; without one for `cpu`, the memory that is available.
+    pub limits: MemoryLimits,
+    /// Directory for weights that must be made before they can be read from disk.
+    pub offload_dir: Option<PathBuf>,
+    /// Work that memory is planned for.
+    pub workload: Workload,
+    /// Bytes of the process besides the model ([`proportional_bytes`](lockstep_tensor::host::proportional_bytes)), measured when everything else that stays in memory is
+    /// there, such as a tokenizer.
+    pub process_bytes: u64,
+    /// Compute threads; each has memory for packed operands.
+    pub threads: usize,
+}
+
+/// Predicted bytes of a process, by category.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PredictedMemory {
+    /// The process before the model is loaded.
+    pub process: u64,
+    /// Resident weights.
+    pub weights: u64,
+    /// Buffers that streamed units pass through.
+    pub streaming: u64,
+    /// Cached keys and values.
+    pub kv_cache: u64,
+    /// Values between and within blocks.
+    pub activations: u64,
+    /// Temporary values and packed operands.
+    pub workspace: u64,
+}
+
+impl PredictedMemory {
+    /// Returns the categories by name.
+    pub fn by_name(&self) -> [(&'static str, u64); 6] {
+        [
+            ("weights", self.weights),
+            ("streaming buffers", self.streaming),
+            ("KV cache", self.kv_cache),
+            ("activations", self.activations),
+            ("workspace", self.workspace),
+            ("process", self.process),
+        ]
+    }
+
+    /// Returns the sum.
+    pub fn total(&self) -> u64 {
+        self.by_name().iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+/// A solved or checked placement of a model.
+#[derive(Debug)]
+pub struct InferencePlan {
+    pub(crate) parts: ModelParts,
+    /// For each parameter, true if it stays in memory.
+    pub(crate) resident: Vec<bool>,
+    pub(crate) buffers: usize,
+    pub(crate) threads: usize,
+    /// Tokens of a prompt that are computed at once.
+    pub chunk_tokens: usize,
+    /// The device of every module.
+    pub map: DeviceMap,
+    /// The modules of the map, in its order.
+    pub modules: Vec<Module>,
+    /// Predicted memory.
+    pub memory: PredictedMemory,
+    /// Memory limit of the process, in bytes.
+    pub limit_bytes: u64,
+    /// Least limit that would do, in bytes.
+    pub least_bytes: u64,
+    /// Bytes that each pass reads from disk.
+    pub read_bytes: u64,
+    /// Bytes of weights whose device is the disk.
+    pub disk_bytes: u64,
+    offload_dir: Option<PathBuf>,
+}
+
+impl InferencePlan {
+    /// Places a model whose weights are used in type `dtype`.
+    ///
+    /// # Errors
+    /// If a limit is too small, a device does not exist, or a given map does not fit the model.
+    pub fn new(directory: &ModelDirectory, dtype: DType, request: &PlanRequest) -> Result<Self, InferError> {
+        let gpus: Vec<String> = request.limits.gpus.iter().map(|&(number, _)| no_gpu(number)).collect();
+        if !gpus.is_empty() {
+            return Err(InferError::DeviceMap { origin: "--max-memory".to_owned(), problems: gpus });
+        }
+        let config = directory.config().without_dropout();
+        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits);
+        let mut parts = ModelParts::new(directory, &recorded, dtype);
+        if let Some(dir) = &request.offload_dir {
+            match OffloadedWeights::find(dir, directory, dtype, &parts.made_records())? {
+                Some(written) => parts.add_stored(written.stored_parameters()),
+                None => parts.assume_written(),
+            }
+        }
+        let question = Question { config: &config, request };
+        let limit = request.limits.cpu.or_else(available_memory_bytes).unwrap_or(u64::MAX);
+        let least = question.least(&parts);
+        let (resident, buffers, chunk) = match &request.map {
+            MapChoice::Given { map, origin } => question.given(&parts, map, origin, limit)?,
+            choice => {
+                let order = if *choice == MapChoice::Sequential { Order::Sequential } else { Order::Spread };
+                let solved = question.solve(&parts, order, limit);
+                solved.ok_or_else(|| question.too_small(&parts, limit, least))?
+            }
+        };
+        let memory = question.memory(&parts, &resident, buffers, chunk);
+        if memory.total() > limit {
+            return Err(question.too_small(&parts, limit, memory.total()));
+        }
+        let plan = Self::assemble(parts, resident, (buffers, chunk), memory);
+        if let Some(disk) = request.limits.disk.filter(|&disk| disk < plan.disk_bytes) {
+            return Err(InferError::DiskLimit { limit_bytes: disk, needed_bytes: plan.disk_bytes });
+        }
+        let offload_dir = request.offload_dir.clone();
+        let (threads, longest) = (request.threads, request.workload.tokens());
+        let chunk_tokens = plan.chunk_tokens.min(longest).max(1);
+        Ok(Self { limit_bytes: limit, least_bytes: least, offload_dir, threads, chunk_tokens, ..plan })
+    }
+
+    fn assemble(
+        parts: ModelParts,
+        resident: Vec<bool>,
+        (buffers, chunk_tokens): (usize, usize),
+        memory: PredictedMemory,
+    ) -> Self {
+        let layouts = UnitLayout::of_units(&parts, &resident);
+        let read_bytes = layouts.iter().map(|[_, streamed]| streamed.bytes as u64).sum();
+        let on_disk = (0..resident.len()).filter(|&id| !resident[id]).map(ParameterId);
+        let disk_bytes = on_disk.filter(|&id| parts.owner(id) == id).map(|id| parts.bytes(id)).sum();
+        let modules = parts.rows();
+        let device = |ids: &[ParameterId]| match ids.iter().all(|&id| resident[parts.owner(id).0]) {
+            true => Device::Cpu,
+            false => Device::Disk,
+        };
+        let map = DeviceMap::new(
+            parts.modules.iter().map(|module| (module.name.clone(), device(&module.parameters))),
+        );
+        let (limit_bytes, least_bytes, offload_dir, threads) = (0, 0, None, 1);
+        Self {
+            parts,
+            resident,
+            buffers,
+            threads,
+            chunk_tokens,
+            map,
+            modules,
+            memory,
+            limit_bytes,
+            least_bytes,
+            read_bytes,
+            disk_bytes,
+            offload_dir,
+        }
+    }
+
+    /// Writes the weights that must be made before they are streamed, if there are any.
+    ///
+    /// # Errors
+    /// If a file of the model is damaged, or the disk is full.
+    pub(crate) fn write_offloaded(&mut self, directory: &ModelDirectory) -> Result<(), InferError> {
+        let Some(dir) = self.offload_dir.as_ref().filter(|_| !self.parts.assumed().is_empty()) else {
+            return Ok(());
+        };
+        let is_streamed = self.parts.assumed().iter().any(|id| !self.resident[id.0]);
+        self.parts.forget_assumed();
+        if is_streamed {
+            let records = self.parts.made_records();
+            let written = OffloadedWeights::write(dir, directory, self.parts.dtype(), &records)?;
+            self.parts.add_stored(written.stored_parameters());
+        }
+        Ok(())
+    }
+
+    /// Measures the bandwidth at which the disk is read, in bytes per second, by reads of up to `bytes` of the model's files.
+    /// `None` if they are too short for it.
+    ///
+    /// # Errors
+    /// If a file cannot be read or memory runs out.
+    pub fn measure_disk(&self, bytes: usize) -> Result<Option<f64>, InferError> {
+        let files: Vec<PathBuf> = self.parts.files.iter().filter(|path| path.is_file()).cloned().collect();
+        let mut files = WeightFiles::open(&files, DiskIo::Auto).map_err(EngineError::from)?;
+        Ok(files.measure(bytes)?)
+    }
+
+    /// Returns the number of streaming buffers; 0 if every weight is resident.
+    pub fn buffers(&self) -> usize {
+        self.buffers
+    }
+
+    /// Returns the type in which weights are used.
+    pub fn dtype(&self) -> DType {
+        self.parts.dtype()
+    }
+
+    /// Returns the bytes of all weights in the model's type, tied ones once.
+    pub fn model_bytes(&self) -> u64 {
+        self.modules.iter().map(|module| module.bytes).sum()
+    }
+}
+
+/// Inputs of a plan besides the parts of the model.
+struct Question<'q> {
+    config: &'q ModelConfig,
+    request: &'q PlanRequest,
+}
+
+impl Question<'_> {
+    fn run(&self, parts: &ModelParts, chunk: usize) -> RunMemory {
+        let run = RunMemory::of(self.config, parts.dtype(), self.request.workload, chunk);
+        RunMemory { workspace: run.workspace + Workers::booked_bytes(self.request.threads) as u64, ..run }
+    }
+
+    /// Returns the least limit that would do.
+    fn least(&self, parts: &ModelParts) -> u64 {
+        let (items, _) = items(parts, self.looked_up_rows());
+        self.request.process_bytes + self.run(parts, LEAST_CHUNK).total() + least_bytes(&items)
+    }
+
+    /// Returns the most rows of a table that a run looks up.
+    fn looked_up_rows(&self) -> usize {
+        match self.request.workload {
+            Workload::Generation { sequences, context } => self.config.vocab_size().min(sequences * context),
+            Workload::Evaluation { .. } => self.config.vocab_size(),
+        }
+    }
+
+    /// Returns the resident parameters, the number of buffers and the length of chunks; `None` if the limit is too small.
+    fn solve(&self, parts: &ModelParts, order: Order, limit: u64) -> Option<(Vec<bool>, usize, usize)> {
+        let (items, parameters) = items(parts, self.looked_up_rows());
+        let solve = |chunk: usize| {
+            let room = limit.checked_sub(self.request.process_bytes + self.run(parts, chunk).total())?;
+            Some((place(&items, room, order)?, chunk))
+        };
+        let shorter = std::iter::successors(Some(CHUNK), |chunk| Some(chunk / 2));
+        let (mut placement, mut chunk) = shorter.take_while(|&chunk| chunk >= LEAST_CHUNK).find_map(solve)?;
+        let more = self.run(parts, STREAMED_CHUNK).total() - self.run(parts, chunk).total();
+        if placement.buffers > 0 && chunk == CHUNK && (more as f64) < CHUNK_SHARE * limit as f64 {
+            (placement, chunk) = solve(STREAMED_CHUNK).unwrap_or((placement, chunk));
+        }
+        let Placement { resident: are_resident, buffers } = placement;
+        let mut resident = vec![true; parts.records.len()];
+        for (ids, _) in parameters.iter().zip(are_resident).filter(|(_, is_resident)| !is_resident) {
+            ids.iter().for_each(|id| resident[id.0] = false);
+        }
+        Some((resident, buffers, chunk))
+    }
+
+    /// Returns what [`Question::solve`] does, for a given map.
+    fn given(
+        &self,
+        parts: &ModelParts,
+        map: &DeviceMap,
+        origin: &str,
+        limit: u64,
+    ) -> Result<(Vec<bool>, usize, usize), InferError> {
+        let refuse = |problems| InferError::DeviceMap { origin: origin.to_owned(), problems };
+        let resident = residences(map, parts).map_err(refuse)?;
+        let made = parts.made().filter(|id| !resident[id.0]);
+        let made: Vec<String> = made.map(|id| parts.tensors[id.0][0].clone()).collect();
+        if let Some(first) = made.first() {
+            return Err(refuse(vec![format!(
+                "{} (the first is {first}) cannot be read from disk as they are stored; give --offload-dir DIR, where \
+                 they are written once",
+                human::plural(made.len(), "weight")
+            )]));
+        }
+        let streamed = UnitLayout::of_units(parts, &resident);
+        let streamed = streamed.iter().filter(|[_, streamed]| !streamed.weights.is_empty()).count();
+        let fits = |buffers: usize, chunk| self.memory(parts, &resident, buffers, chunk).total() <= limit;
+        let choices = [(3, CHUNK), (2, CHUNK), (3, LEAST_CHUNK), (2, LEAST_CHUNK)];
+        let choices = choices.map(|(buffers, chunk)| (buffers.min(streamed), chunk));
+        let fitting = choices.into_iter().find(|&(buffers, chunk)| fits(buffers, chunk));
+        let (buffers, chunk) = fitting.unwrap_or(choices[choices.len() - 1]);
+        Ok((resident, buffers, chunk))
+    }
+
+    fn memory(&self, parts: &ModelParts, resident: &[bool], buffers: usize, chunk: usize) -> PredictedMemory {
+        let layouts = UnitLayout::of_units(parts, resident);
+        let stored: usize = layouts.iter().map(|[layout, _]| layout.resident_bytes(parts)).sum();
+        let made: u64 = parts.made().map(|id| parts.bytes(id)).sum();
+        let looked_up = parts.units[0].iter().filter(|id| !resident[id.0]);
+        let touched: u64 = looked_up.map(|&id| touched_bytes(parts, id, self.looked_up_rows())).sum();
+        let most = |bytes: fn(&UnitLayout) -> usize| {
+            layouts.iter().map(|[_, layout]| bytes(layout)).max().unwrap_or(0)
+        };
+        let streaming = buffers * most(|layout| layout.bytes) + most(|layout| layout.converted_bytes);
+        let RunMemory { kv_cache, activations, workspace } = self.run(parts, chunk);
+        let (process, weights) = (self.request.process_bytes, stored as u64 + made + touched);
+        PredictedMemory { process, weights, streaming: streaming as u64, kv_cache, activations, workspace }
+    }
+
+    /// Describes a limit below `least` bytes.
+    fn too_small(&self, parts: &ModelParts, limit_bytes: u64, least: u64) -> InferError {
+        let made: Vec<&ParameterRecord> = parts.made_records();
+        let hint = match made.first().filter(|_| self.request.offload_dir.is_none()) {
+            Some(first) => format!(
+                "; {} (the first is {}) cannot be read from disk as they are stored: give --offload-dir DIR, where they are \
+                 written once",
+                human::plural(made.len(), "weight"),
+                first.name
+            ),
+            None => String::new(),
+        };
+        // The process may be larger by a little next time.
+        let least_mib = (least >> 20) + 2;
+        InferError::LimitTooSmall { limit_bytes, least_mib, hint, run: self.run(parts, LEAST_CHUNK).total() }
+    }
+}
+
+/// Returns the parts of a model as the solver sees them, with the parameters of each: one for each unit. A table that an output
+/// layer is tied to belongs to the unit of that layer, which reads all of it.
+fn items(parts: &ModelParts, rows: usize) -> (Vec<Item>, Vec<Vec<ParameterId>>) {
+    let ids = || (0..parts.records.len()).map(ParameterId);
+    let last_unit = |owner: ParameterId| {
+        let readers = ids().filter(|&id| parts.owner(id) == owner);
+        readers.map(|id| parts.records[id.0].unit).max().unwrap_or(0)
+    };
+    let mut of_unit = vec![Vec::new(); parts.units.len()];
+    ids().filter(|&id| parts.owner(id) == id).for_each(|id| of_unit[last_unit(id)].push(id));
+    let item = |(unit, ids): (usize, &Vec<ParameterId>)| {
+        let layout = UnitLayout::new(parts, ids.iter().copied());
+        let made = ids.iter().filter(|&&id| parts.place(id) == WeightPlace::Made);
+        let made_bytes: u64 = made.clone().map(|&id| parts.bytes(id)).sum();
+        let tables = ids.iter().filter(|id| parts.records[id.0].unit == 0);
+        Item {
+            resident_bytes: layout.resident_bytes(parts) as u64 + made_bytes,
+            slot_bytes: layout.bytes as u64,
+            converted_bytes: layout.converted_bytes as u64,
+            touched_bytes: tables.map(|&id| touched_bytes(parts, id, rows)).sum(),
+            role: match (made.count(), unit) {
+                (0, 0) => Role::LookedUp,
+                (0, _) => Role::Streamed,
+                _ => Role::Resident,
+            },
+        }
+    };
+    (of_unit.iter().enumerate().map(item).collect(), of_unit)
+}
+
+/// Returns the bytes of a mapped table that lookups of `rows` rows touch: whole pages.
+fn touched_bytes(parts: &ModelParts, table: ParameterId, rows: usize) -> u64 {
+    let row_bytes = parts.bytes(table) / parts.records[table.0].shape[0].max(1) as u64;
+    (rows as u64 * (row_bytes.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)).min(parts.bytes(table))
+}

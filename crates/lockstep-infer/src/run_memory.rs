@@ -1,0 +1,121 @@
+//! The memory of a run besides weights: caches of keys and values, activations and workspace, before anything is allocated.
+
+use lockstep_engine::Runner;
+use lockstep_graph::{BlockShape, Mode, Program, Recompute};
+use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
+use lockstep_plan::{DType, StageMemory, booked_bytes};
+use lockstep_tensor::{Arena, PAGE_TOKENS};
+
+/// Work that memory is planned for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Workload {
+    /// Generation.
+    Generation {
+        /// Sequences at a time.
+        sequences: usize,
+        /// Tokens of each sequence: the prompt and those that are generated.
+        context: usize,
+    },
+    /// Evaluation of windows of tokens.
+    Evaluation {
+        /// Windows in a forward.
+        windows: usize,
+        /// Tokens of a window.
+        seq_len: usize,
+    },
+}
+
+impl Workload {
+    /// Returns the most tokens that a pass can have.
+    pub(crate) fn tokens(self) -> usize {
+        match self {
+            Self::Generation { sequences, context } => sequences * context,
+            Self::Evaluation { windows, seq_len } => windows * seq_len,
+        }
+    }
+}
+
+/// Bytes of a run by category, weights excepted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct RunMemory {
+    pub(crate) kv_cache: u64,
+    pub(crate) activations: u64,
+    pub(crate) workspace: u64,
+}
+
+impl RunMemory {
+    /// Returns the memory of a workload, of which prompts are read in chunks of `chunk` tokens.
+    pub(crate) fn of(config: &ModelConfig, dtype: DType, workload: Workload, chunk: usize) -> Self {
+        match workload {
+            Workload::Generation { sequences, context } => {
+                let generation = Self::of_generation(config, dtype, sequences, (chunk, context));
+                Self { kv_cache: sequences as u64 * kv_cache_bytes(config, dtype, context), ..generation }
+            }
+            Workload::Evaluation { windows, seq_len } => {
+                let model = record(config, dtype, [windows, seq_len], HeadOutput::Losses);
+                let stages = [StageMemory::whole(model.units())];
+                let activations = Runner::predicted_activation_bytes(&model) as u64;
+                Self { kv_cache: 0, activations, workspace: model.profile().workspace_bytes(&stages) as u64 }
+            }
+        }
+    }
+
+    pub(crate) fn total(&self) -> u64 {
+        self.kv_cache + self.activations + self.workspace
+    }
+
+    /// Returns the memory of a forward with a chunk of a prompt and the logits of all sequences.
+    fn of_generation(
+        config: &ModelConfig,
+        dtype: DType,
+        sequences: usize,
+        (chunk, context): (usize, usize),
+    ) -> Self {
+        let rows = chunk.min(sequences * context).max(sequences);
+        let [blocks, head] =
+            [rows, sequences].map(|rows| record(config, dtype, [1, rows], HeadOutput::Logits));
+        let [frame, workspace] = frame_and_workspace_bytes(&blocks, &head);
+        let words = |count: usize| booked_bytes(count * DType::U32.size_bytes());
+        let logits = sequences * config.vocab_size() * DType::F32.size_bytes();
+        let tables =
+            words(sequences + 1) + words(sequences) + words(sequences * context.div_ceil(PAGE_TOKENS));
+        // Logits are on the host as well.
+        let activations = 2 * booked_bytes(frame)
+            + 2 * words(rows)
+            + booked_bytes(sequences * config.hidden_size() * dtype.size_bytes())
+            + 2 * booked_bytes(logits)
+            + tables;
+        Self { kv_cache: 0, activations: activations as u64, workspace: booked_bytes(workspace) as u64 }
+    }
+}
+
+/// Returns the bytes of the cached keys and values of one sequence of `context` tokens: whole pages.
+pub(crate) fn kv_cache_bytes(config: &ModelConfig, dtype: DType, context: usize) -> u64 {
+    let (heads, head_dim) = (config.num_key_value_heads(), config.head_dim());
+    // The kernels choose the layout of a page. Without a queue its elements are counted without padding.
+    let queue = Arena::new().queue(1);
+    let elements = queue
+        .map_or([heads * head_dim * PAGE_TOKENS; 2], |queue| queue.page_elements(dtype, heads, head_dim));
+    let page: usize = elements.iter().map(|elements| elements * dtype.size_bytes()).sum();
+    (config.num_hidden_layers() * context.div_ceil(PAGE_TOKENS) * page) as u64
+}
+
+/// Returns the bytes of a frame and of the workspace in which the embedding and the blocks of `blocks` and the head of `head` run.
+/// Logits of all rows of a prompt would be the largest value by far.
+pub(crate) fn frame_and_workspace_bytes(blocks: &RecordedModel, head: &RecordedModel) -> [usize; 2] {
+    let last = head.units() - 1;
+    let programs = || (0..last).map(|unit| blocks.program(unit)).chain([head.program(last)]);
+    let most = |bytes: fn(&Program) -> usize| programs().map(bytes).max().unwrap_or(0);
+    [most(Program::frame_bytes), most(Program::workspace_bytes)]
+}
+
+/// Records the programs of a model for `sequences` of `seq_len` tokens.
+pub(crate) fn record(
+    config: &ModelConfig,
+    dtype: DType,
+    [sequences, seq_len]: [usize; 2],
+    output: HeadOutput,
+) -> RecordedModel {
+    let shape = BlockShape { sequences, seq_len, dtype };
+    RecordedModel::new(config, Mode::Inference, shape, Recompute::None, output)
+}

@@ -1,0 +1,223 @@
+//! The device map and the memory limits of an inference, from the command line, and the table of a placed model.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueHint};
+use lockstep_checkpoint::{DType, ModelDirectory};
+use lockstep_config::{find_weights, human};
+use lockstep_infer::{
+    DeviceMap, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice, MemoryLimits,
+    ModelDescription, PlanRequest, Workload,
+};
+use lockstep_tensor::host::proportional_bytes;
+use serde_json::{Value, json};
+
+use crate::exit::Failure;
+use crate::output::note;
+
+/// Placement of a model's weights.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct PlacementArguments {
+    /// Places of modules: auto or balanced (blocks in memory are spread between those on disk), sequential (they come first),
+    /// or a JSON file in the form of Accelerate's hf_device_map
+    #[arg(long, value_name = "auto|balanced|sequential|FILE")]
+    device_map: Option<String>,
+    /// Memory limits, such as cpu=2GiB,disk=100GiB; cpu is the whole process [default: the memory that is available]
+    #[arg(long, value_name = "LIMITS")]
+    pub(crate) max_memory: Option<MemoryLimits>,
+    /// Directory for weights that are converted before they are read from disk; they are written once
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    offload_dir: Option<PathBuf>,
+}
+
+impl PlacementArguments {
+    /// Returns true if the model is placed under limits.
+    pub(crate) fn is_given(&self) -> bool {
+        self.device_map.is_some() || self.max_memory.is_some() || self.offload_dir.is_some()
+    }
+
+    /// Returns the question that these arguments ask. The process's own memory is measured now.
+    pub(crate) fn request(&self, workload: Workload, threads: usize) -> Result<PlanRequest, Failure> {
+        let map = match self.device_map.as_deref() {
+            None | Some("auto" | "balanced") => MapChoice::Balanced,
+            Some("sequential") => MapChoice::Sequential,
+            Some(file) => MapChoice::Given { map: read_map(Path::new(file))?, origin: file.to_owned() },
+        };
+        let limits = self.max_memory.clone().unwrap_or_default();
+        let offload_dir = self.offload_dir.clone();
+        Ok(PlanRequest { map, limits, offload_dir, workload, process_bytes: proportional_bytes(), threads })
+    }
+}
+
+fn read_map(path: &Path) -> Result<DeviceMap, Failure> {
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        let allowed = "allowed are auto, balanced, sequential and a JSON file";
+        Failure::configuration(format!("cannot read --device-map {shown}: {error}; {allowed}"))
+    })?;
+    DeviceMap::parse(&text)
+        .map_err(|problems| InferError::DeviceMap { origin: shown.to_string(), problems }.into())
+}
+
+/// A model that is found and not yet loaded.
+pub(crate) struct FoundModel {
+    pub(crate) directory: ModelDirectory,
+    pub(crate) description: ModelDescription,
+    options: LoadOptions,
+    placement: PlacementArguments,
+}
+
+impl FoundModel {
+    /// Finds a model by any of its names, with the adapter if one is given.
+    pub(crate) fn new(
+        name: &str,
+        adapter: Option<&Path>,
+        options: LoadOptions,
+        placement: &PlacementArguments,
+    ) -> Result<Self, Failure> {
+        let mut directory = ModelDirectory::open(&find_weights(name)?)?;
+        if let Some(adapter) = adapter {
+            directory = directory.with_adapter(adapter)?;
+        }
+        let description = ModelDescription::of(&directory);
+        Ok(Self { directory, description, options, placement: placement.clone() })
+    }
+
+    /// Returns the type in which the weights are used.
+    pub(crate) fn dtype(&self) -> DType {
+        self.options.dtype.unwrap_or_else(|| self.directory.stored_dtype())
+    }
+
+    /// Places the model for a workload; `None` if there are no limits.
+    pub(crate) fn plan(&self, workload: Workload) -> Result<Option<InferencePlan>, Failure> {
+        if !self.placement.is_given() {
+            return Ok(None);
+        }
+        let request = self.placement.request(workload, self.options.threads)?;
+        Ok(Some(InferencePlan::new(&self.directory, self.dtype(), &request)?))
+    }
+
+    /// Loads the model, and prints its map if it is placed.
+    pub(crate) fn load(&self, workload: Workload) -> Result<PlacedModel, Failure> {
+        let Some(plan) = self.plan(workload)? else {
+            let model = LoadedModel::load(&self.directory, self.options)?;
+            return Ok(PlacedModel { model, placed: None });
+        };
+        for line in table(&plan) {
+            note!("{line}");
+        }
+        let weights = [plan.model_bytes() - plan.disk_bytes, plan.disk_bytes];
+        let (map, predicted_bytes) = (plan.map.to_json(), plan.memory.total());
+        let placed = Placed { map, predicted_bytes, weights };
+        let model = LoadedModel::load_placed(&self.directory, plan)?;
+        Ok(PlacedModel { model, placed: Some(placed) })
+    }
+}
+
+/// A loaded model, and the map by which it was placed.
+pub(crate) struct PlacedModel {
+    pub(crate) model: LoadedModel,
+    pub(crate) placed: Option<Placed>,
+}
+
+/// The map of a placed model, in Accelerate's form, and its predicted memory.
+pub(crate) struct Placed {
+    pub(crate) map: Value,
+    pub(crate) predicted_bytes: u64,
+    /// Bytes of the weights in memory, and of those on disk.
+    pub(crate) weights: [u64; 2],
+}
+
+impl PlacedModel {
+    /// Adds the map to a JSON document.
+    pub(crate) fn add_map(&self, document: &mut Value) {
+        if let Some(placed) = &self.placed {
+            document["hf_device_map"] = placed.map.clone();
+        }
+    }
+}
+
+/// Returns the lines of a plan's table: the modules, with consecutive blocks on one device in one line, and the memory.
+pub(crate) fn table(plan: &InferencePlan) -> Vec<String> {
+    let mut rows: Vec<Row> = Vec::new();
+    for ((name, device), module) in plan.map.entries().iter().zip(&plan.modules) {
+        let number = name.rsplit('.').next().and_then(|last| last.parse().ok());
+        let note = module.tied_to.as_ref().map_or(String::new(), |other| format!("tied to {other}"));
+        let row =
+            Row { name: name.clone(), last: number, device: device.to_string(), bytes: module.bytes, note };
+        match rows.last_mut() {
+            Some(before) if before.continues_with(&row) => before.extend(&row),
+            _ => rows.push(row),
+        }
+    }
+    let names: Vec<String> = rows.iter().map(Row::title).collect();
+    let width = names.iter().map(String::len).max().unwrap_or(0).max("module".len());
+    let heading = format!("{:width$}  {:6}  {:>9}  type", "module", "device", "bytes");
+    let line = |(name, row): (&String, &Row)| {
+        let (bytes, note) = (human::bytes(row.bytes).to_string(), &row.note);
+        let kind = if row.bytes == 0 && !note.is_empty() { note.clone() } else { plan.dtype().to_string() };
+        format!("{name:width$}  {:6}  {bytes:>9}  {kind}", row.device)
+    };
+    let mut lines = vec![heading];
+    lines.extend(names.iter().zip(&rows).map(line));
+    lines.push(memory_line(plan));
+    if plan.buffers() > 0 {
+        lines.push(format!(
+            "each pass reads {} from disk through {}; prompts are read {} tokens at a time",
+            human::bytes(plan.read_bytes),
+            human::plural(plan.buffers(), "buffer"),
+            plan.chunk_tokens
+        ));
+    }
+    lines
+}
+
+fn memory_line(plan: &InferencePlan) -> String {
+    let parts = plan.memory.by_name().into_iter().filter(|(_, bytes)| *bytes > 0);
+    let parts: Vec<String> = parts.map(|(name, bytes)| format!("{name} {}", human::bytes(bytes))).collect();
+    let (total, limit) = (human::bytes(plan.memory.total()), human::bytes(plan.limit_bytes));
+    format!("memory {total} of {limit}: {}", parts.join(", "))
+}
+
+/// A line of the table.
+struct Row {
+    name: String,
+    /// Number of the last block, if the line is of numbered ones.
+    last: Option<usize>,
+    device: String,
+    bytes: u64,
+    note: String,
+}
+
+impl Row {
+    fn stem(&self) -> &str {
+        self.name.rsplit_once('.').map_or("", |(stem, _)| stem)
+    }
+
+    fn continues_with(&self, next: &Self) -> bool {
+        let follows = self.last.zip(next.last).is_some_and(|(last, next)| last + 1 == next);
+        follows && self.stem() == next.stem() && self.device == next.device
+    }
+
+    fn extend(&mut self, next: &Self) {
+        (self.last, self.bytes) = (next.last, self.bytes + next.bytes);
+    }
+
+    fn title(&self) -> String {
+        match self.last {
+            Some(last) if !self.name.ends_with(&format!(".{last}")) => format!("{} to {last}", self.name),
+            _ => self.name.clone(),
+        }
+    }
+}
+
+/// Returns the modules of a plan as JSON.
+pub(crate) fn modules_json(plan: &InferencePlan) -> Value {
+    let rows = plan.map.entries().iter().zip(&plan.modules).map(|((name, device), module)| {
+        json!({
+            "module": name, "device": device.to_string(), "bytes": module.bytes, "dtype": plan.dtype().to_string(),
+            "tied_to": module.tied_to,
+        })
+    });
+    rows.collect()
+}

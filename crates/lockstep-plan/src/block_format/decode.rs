@@ -35,8 +35,8 @@ pub trait BlockCodec {
 
     /// Writes the scales of the blocks of `LINES` lines, line by line within each run.
     #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        for (line, block) in blocks.into_iter().enumerate() {
+    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        for (line, block) in blocks.iter().enumerate() {
             let RunScales { scales, offsets } = Self::scales(block);
             for run in 0..RUNS {
                 runs.scales[run][line] = scales[run];
@@ -67,7 +67,11 @@ fn halves<const LINES: usize>(blocks: &[&[u8]; LINES], at: usize) -> [f32; LINES
     for (bits, block) in bits.iter_mut().zip(blocks) {
         *bits = u16::from_le_bytes([block[at], block[at + 1]]);
     }
-    bits.map(widen)
+    let mut halves = [0.0; LINES];
+    for (half, bits) in halves.iter_mut().zip(bits) {
+        *half = widen(bits);
+    }
+    halves
 }
 
 /// Decodes whole blocks.
@@ -102,8 +106,8 @@ fn halves_of_bytes(bytes: &[u8], zero: i8) -> [i8; CODES] {
     let bytes: &[u8; CODES / 2] = bytes[..CODES / 2].try_into().expect("16 bytes");
     let mut codes = [0; CODES];
     for (index, byte) in bytes.iter().enumerate() {
-        codes[index] = (byte & 15).cast_signed() - zero;
-        codes[index + CODES / 2] = (byte >> 4).cast_signed() - zero;
+        codes[index] = (byte & 15).cast_signed().wrapping_sub(zero);
+        codes[index + CODES / 2] = (byte >> 4).cast_signed().wrapping_sub(zero);
     }
     codes
 }
@@ -129,8 +133,8 @@ impl BlockCodec for Q8_0Codec {
     }
 
     #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        runs.scales[..2].fill(halves(&blocks, 0));
+    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        runs.scales[..2].fill(halves(blocks, 0));
     }
 }
 
@@ -154,8 +158,8 @@ impl BlockCodec for Q4_0Codec {
     }
 
     #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        runs.scales[..2].fill(halves(&blocks, 0));
+    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        runs.scales[..2].fill(halves(blocks, 0));
     }
 }
 
@@ -179,9 +183,9 @@ impl BlockCodec for Q4_1Codec {
     }
 
     #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        runs.scales[..2].fill(halves(&blocks, 0));
-        runs.offsets[..2].fill(halves(&blocks, 2));
+    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        runs.scales[..2].fill(halves(blocks, 0));
+        runs.offsets[..2].fill(halves(blocks, 2));
     }
 }
 
@@ -290,7 +294,7 @@ impl BlockCodec for Q6KCodec {
         let (low_shift, high_shift) = (quarter / 2 * 4, 2 * quarter);
         let mut codes = [0; CODES];
         for (code, (low, high)) in codes.iter_mut().zip(low.iter().zip(high)) {
-            *code = (low >> low_shift & 15 | (high >> high_shift & 3) << 4).cast_signed() - 32;
+            *code = (low >> low_shift & 15 | (high >> high_shift & 3) << 4).cast_signed().wrapping_sub(32);
         }
         codes
     }

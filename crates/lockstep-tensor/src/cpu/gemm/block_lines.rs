@@ -82,23 +82,32 @@ impl<'a> BlockLines<'a> {
     #[inline(always)]
     pub(super) unsafe fn decode_pairs<V: Lanes>(&self, first: usize, start: usize, target: Square<*mut u32>) {
         with_block_codec!(self.format, Codec => {
-            let lines: [&[u8]; SIDE] = std::array::from_fn(|line| self.blocks(first + line, start));
+            // Loops in place of closures, which would not be compiled for the instructions of `V`.
+            let mut lines: [&[u8]; SIDE] = [&[]; SIDE];
+            for (index, line) in lines.iter_mut().enumerate() {
+                *line = self.blocks(first + index, start);
+            }
             let blocks = lines[0].len() / Codec::BYTES;
             let mut runs = LineScales::<SIDE>::ZERO;
+            let mut codes = [[0; CODES]; SIDE];
             for block in 0..blocks {
-                let of_lines: [&[u8]; SIDE] =
-                    std::array::from_fn(|line| &lines[line][block * Codec::BYTES..][..Codec::BYTES]);
-                Codec::scales_of_lines(of_lines, &mut runs);
+                let mut of_lines: [&[u8]; SIDE] = [&[]; SIDE];
+                for (of_line, line) in of_lines.iter_mut().zip(&lines) {
+                    *of_line = &line[block * Codec::BYTES..][..Codec::BYTES];
+                }
+                Codec::scales_of_lines(&of_lines, &mut runs);
                 for part in 0..Codec::ELEMENTS / CODES {
-                    let codes = of_lines.map(|block| Codec::codes(block, part));
+                    for (codes, of_line) in codes.iter_mut().zip(&of_lines) {
+                        *codes = Codec::codes(of_line, part);
+                    }
                     let unit = (block * Codec::ELEMENTS + part * CODES) / 2;
                     let run = part * (CODES / RUN);
                     // SAFETY: the caller's promise.
                     unsafe {
-                        V::decode_pairs::<{ Codec::HAS_OFFSETS }>(
+                        V::decode_pairs(
                             &codes,
                             [&runs.scales[run], &runs.scales[run + 1]],
-                            [&runs.offsets[run], &runs.offsets[run + 1]],
+                            Codec::HAS_OFFSETS.then_some([&runs.offsets[run], &runs.offsets[run + 1]]),
                             Square { first: target.first.add(unit * target.stride), stride: target.stride },
                         );
                     }

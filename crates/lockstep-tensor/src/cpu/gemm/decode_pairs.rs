@@ -16,25 +16,30 @@ const HALF: usize = 8;
 /// The target must hold 16 units of 16 lines.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-pub(super) unsafe fn decode_pairs<const HAS_OFFSETS: bool>(
+pub(super) unsafe fn decode_pairs(
     codes: &[[i8; 32]; 16],
     scales: [&[f32; 16]; 2],
-    offsets: [&[f32; 16]; 2],
+    offsets: Option<[&[f32; 16]; 2]>,
     target: Square<*mut u32>,
 ) {
     let columns = transposed(codes);
-    for (half, (scales, offsets)) in scales.into_iter().zip(offsets).enumerate() {
-        let (scales, offsets) = (doubled(scales), doubled(offsets));
+    for half in 0..2 {
+        let factors = doubled(scales[half]);
+        let terms = match offsets {
+            Some(offsets) => doubled(offsets[half]),
+            None => [_mm512_setzero_ps(); 2],
+        };
         for (pair, column) in columns.iter().enumerate() {
             // Quarters of a column: pair `pair` of lines 0 to 7, pair `pair + 8` of them, then the same of lines 8 to 15.
-            let quarters: &[__m128i; 4] = quarters_of(column);
-            let decoded = [0, 1].map(|lines| {
+            let quarters = quarters_of(column);
+            let mut decoded = [_mm512_setzero_ps(); 2];
+            for lines in 0..2 {
                 let codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(quarters[2 * lines + half]));
-                match HAS_OFFSETS {
-                    true => _mm512_fmadd_ps(codes, scales[lines], offsets[lines]),
-                    false => _mm512_mul_ps(codes, scales[lines]),
-                }
-            });
+                decoded[lines] = match offsets {
+                    Some(_) => _mm512_fmadd_ps(codes, factors[lines], terms[lines]),
+                    None => _mm512_mul_ps(codes, factors[lines]),
+                };
+            }
             // SAFETY: the same 512 bits; the target has the unit.
             unsafe {
                 let pairs: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(decoded[1], decoded[0]));
@@ -69,8 +74,12 @@ fn transposed(codes: &[[i8; 32]; 16]) -> [__m512i; HALF] {
     let mut rows = [_mm512_setzero_si512(); HALF];
     for (line, row) in rows.iter_mut().enumerate() {
         // SAFETY: 32 codes each.
-        let [low, high] =
-            [line, line + HALF].map(|line| unsafe { _mm256_loadu_si256(codes[line].as_ptr().cast()) });
+        let (low, high) = unsafe {
+            (
+                _mm256_loadu_si256(codes[line].as_ptr().cast()),
+                _mm256_loadu_si256(codes[line + HALF].as_ptr().cast()),
+            )
+        };
         *row = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
     }
     let mut words = [_mm512_setzero_si512(); HALF];

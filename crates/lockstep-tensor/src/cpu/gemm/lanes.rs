@@ -41,12 +41,12 @@ pub(in crate::cpu) trait Lanes: Copy {
     /// True if [`Lanes::decode_pairs`] can be called.
     const DECODES_PAIRS: bool = false;
 
-    /// Decodes 32 codes of each of 16 lines to 16 units, pairs of bf16, with the scales and offsets of the lines for both halves of the
-    /// codes. Without `HAS_OFFSETS` the offsets are not read.
-    unsafe fn decode_pairs<const HAS_OFFSETS: bool>(
+    /// Decodes 32 codes of each of 16 lines to 16 units, pairs of bf16, with the scales and, if there are any, the offsets of the
+    /// lines for both halves of the codes.
+    unsafe fn decode_pairs(
         codes: &[[i8; 32]; 16],
         scales: [&[f32; 16]; 2],
-        offsets: [&[f32; 16]; 2],
+        offsets: Option<[&[f32; 16]; 2]>,
         target: Square<*mut u32>,
     ) {
         let _ = (codes, scales, offsets, target);
@@ -193,14 +193,14 @@ macro_rules! vector {
                 const DECODES_PAIRS: bool = true;
 
                 #[inline(always)]
-                unsafe fn decode_pairs<const HAS_OFFSETS: bool>(
+                unsafe fn decode_pairs(
                     codes: &[[i8; 32]; 16],
                     scales: [&[f32; 16]; 2],
-                    offsets: [&[f32; 16]; 2],
+                    offsets: Option<[&[f32; 16]; 2]>,
                     target: Square<*mut u32>,
                 ) {
                     // SAFETY: the caller's promise.
-                    unsafe { $decoding::decode_pairs::<HAS_OFFSETS>(codes, scales, offsets, target) }
+                    unsafe { $decoding::decode_pairs(codes, scales, offsets, target) }
                 }
             )?
 

@@ -210,7 +210,9 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
             // The last part of a panel has the padding.
             let part_units = if end == depth.end { units - unit } else { (end - start) / U::ELEMENTS };
             let part = &mut panel[unit * P::WIDTH..][..part_units * P::WIDTH];
-            own.clone().for_each(|line| lines.fetch_ahead(line, chunk, P::WIDTH));
+            for line in own.clone() {
+                lines.fetch_ahead(line, chunk, P::WIDTH);
+            }
             let is_chunk =
                 start == chunk && end == lines.chunk_end(chunk) && end - start == part_units * U::ELEMENTS;
             let is_whole = is_chunk && own.len() == P::WIDTH;

@@ -7,8 +7,8 @@ use lockstep_plan::{DType, QuantizedType};
 use crate::{
     Activation, AdamW, Attention, AttentionVariant, AttentionWrite, BatchNorm, BlockGemm, BlockMatrix,
     Conv2d, DeviceMemory, Dropout, GatedActivation, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, MemoryLocation,
-    Muon, Permutation, Pool2d, RmsNorm, Rotation, Router, RouterGradients, RouterOutputs, RunningStatistics,
-    Sgd, Shape, TokenPositions, View, Write,
+    Muon, PagedCache, Permutation, Pool2d, RmsNorm, Rotation, Router, RouterGradients, RouterOutputs,
+    RunningStatistics, Sgd, Shape, TokenPositions, View, Write,
 };
 
 /// The memory that a job uses.

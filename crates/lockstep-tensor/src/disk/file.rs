@@ -13,36 +13,13 @@ use rustix::{
     io::Errno,
 };
 
-use super::error::{DiskError, RESERVE_BYTES};
+use super::{
+    error::{DiskError, RESERVE_BYTES},
+    open_file::{OpenFile, Place},
+};
 
 /// Magic number of tmpfs (`man 2 statfs`).
 const TMPFS_MAGIC: i128 = 0x0102_1994;
-
-/// An open file that transfers read or write.
-#[derive(Debug)]
-pub(super) struct OpenFile {
-    pub(super) file: File,
-    pub(super) place: Place,
-    /// Offset of the first byte after the last one.
-    pub(super) end_bytes: u64,
-}
-
-/// Place of an open file, for messages.
-#[derive(Debug)]
-pub(super) enum Place {
-    /// Directory of a scratch file.
-    Scratch(PathBuf),
-    /// Path of a stored file.
-    Stored(PathBuf),
-}
-
-impl Place {
-    pub(super) fn path(&self) -> &Path {
-        match self {
-            Self::Scratch(path) | Self::Stored(path) => path,
-        }
-    }
-}
 
 /// A file that exists and is only read. Its last block may be shorter than the alignment of transfers.
 #[derive(Debug, Clone)]

@@ -12,6 +12,7 @@
 
 mod error;
 mod file;
+mod open_file;
 mod pool;
 mod queue;
 #[cfg(target_os = "linux")]

@@ -13,7 +13,7 @@ use lockstep_plan::DISK_ALIGNMENT_BYTES;
 use super::ring::Ring;
 use super::{
     Action, DiskBackend, DiskError, ScratchFile, StoredFile, Transfer,
-    file::{OpenFile, Place},
+    open_file::{OpenFile, Place},
     pool::Pool,
 };
 use crate::Loan;

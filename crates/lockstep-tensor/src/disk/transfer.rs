@@ -2,7 +2,7 @@
 
 use std::{fmt, io, sync::Arc, time::Instant};
 
-use super::file::OpenFile;
+use super::open_file::OpenFile;
 use crate::Loan;
 
 /// Direction of a transfer.

@@ -59,14 +59,14 @@ pub fn beam_search(
     }
     let allowed = model.config.max_position_embeddings();
     let tokens = prompt.len() + max_new_tokens;
-    if tokens > allowed + 1 {
+    if tokens > allowed {
         return Err(InferError::TooLong { tokens, allowed });
     }
     if beams == 0 {
         return Err(InferError::OutOfRange { name: "beams", value: "0".to_owned(), allowed: "1 or more" });
     }
     // While beams are copied, old and new ones have a page of their own each.
-    let mut batch = Batch::new(model, Batch::cache_tokens(vec![tokens + 1; 2 * beams]))?;
+    let mut batch = Batch::new(model, Batch::cache_tokens(vec![tokens; 2 * beams]))?;
     let sequence = batch.open();
     let mut logits = vec![batch.read_prompt(sequence, prompt)?.to_vec()];
     let mut running = vec![Beam { sequence, tokens: Vec::new(), log_probability: 0.0 }];

@@ -233,21 +233,20 @@ fn choose(sampling: &Sampling, uniform: f64, logits: &[f32], candidates: &mut Ve
         candidates.truncate(top_k);
     }
     // In f64, because in f32 the tail of a large vocabulary would be lost in the sum.
-    let mut total = candidates.iter().map(|&(logit, _)| weight(logit)).sum::<f64>();
-    let mut len = candidates.len();
+    let total = candidates.iter().map(|&(logit, _)| weight(logit)).sum::<f64>();
+    let all = candidates.len();
     let mut ranked = Ranked { candidates, sorted: 0 };
-    if top_p < 1.0 {
+    let (total, len) = if top_p < 1.0 {
         // The nucleus: the fewest tokens that reach `top_p`, at least one.
-        let enough = f64::from(top_p) * total;
         let mut mass = 0.0;
-        for rank in 0..len {
+        let last = (0..all).find(|&rank| {
             mass += weight(ranked.get(rank).0);
-            if mass >= enough {
-                (total, len) = (mass, rank + 1);
-                break;
-            }
-        }
-    }
+            mass >= f64::from(top_p) * total
+        });
+        (mass, last.map_or(all, |last| last + 1))
+    } else {
+        (total, all)
+    };
     let mut left = uniform * total;
     for rank in 0..len {
         let (logit, id) = ranked.get(rank);

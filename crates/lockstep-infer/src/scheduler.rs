@@ -324,13 +324,10 @@ fn capacity(positions: usize, request: &Request) -> Result<usize, InferError> {
     if request.prompt.is_empty() {
         return Err(InferError::EmptyPrompt);
     }
-    // The last token that is generated is not read.
-    let tokens = request.prompt.len() + request.max_new_tokens.saturating_sub(1);
+    let tokens = request.prompt.len() + request.max_new_tokens;
     if request.kept.is_none() && tokens > positions {
-        return Err(InferError::TooLong {
-            tokens: request.prompt.len() + request.max_new_tokens,
-            allowed: positions,
-        });
+        return Err(InferError::TooLong { tokens, allowed: positions });
     }
-    Ok(tokens.min(positions))
+    // The last token that is generated is not read.
+    Ok(tokens.saturating_sub(1).max(request.prompt.len()).min(positions))
 }

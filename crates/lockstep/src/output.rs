@@ -20,6 +20,12 @@ pub(crate) fn line(text: Arguments<'_>) {
     std::process::exit(i32::from(FAILED));
 }
 
+/// Writes a piece of text to standard output at once. Errors are ignored because the reader may be gone.
+pub(crate) fn piece(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
 /// Prints an error on standard error, with advice if a system limit is the cause.
 pub(crate) fn error(text: &str) {
     let hint = advice::hint(text).map_or(String::new(), |hint| format!("; {hint}"));

@@ -1,22 +1,9 @@
-//! Encoding of one block.
+//! Encoding of one block of each format.
 
 use super::{
-    BlockFormat,
     decode::CODES,
     half::{narrow, widen},
 };
-
-/// Encodes the elements of a block.
-pub(super) fn block(format: BlockFormat, values: &[f32], block: &mut [u8]) {
-    match format {
-        BlockFormat::Q8_0 => q8_0(values, block),
-        BlockFormat::Q4_0 => q4_0(values, block),
-        BlockFormat::Q4_1 => q4_1(values, block),
-        BlockFormat::Q4K => with_minima(values, block, 15),
-        BlockFormat::Q5K => with_minima(values, block, 31),
-        BlockFormat::Q6K => q6_k(values, block),
-    }
-}
 
 /// Returns the reciprocal, or zero for zero.
 fn reciprocal(x: f32) -> f32 {
@@ -33,7 +20,7 @@ fn extreme(values: &[f32]) -> f32 {
     values.iter().fold(0.0_f32, |most, &x| if x.abs() > most.abs() { x } else { most })
 }
 
-fn q8_0(values: &[f32], block: &mut [u8]) {
+pub(super) fn q8_0(values: &[f32], block: &mut [u8]) {
     let scale = extreme(values).abs() / 127.0;
     let inverse = reciprocal(scale);
     put(block, 0, scale);
@@ -49,7 +36,7 @@ fn put_halves(codes: [u8; CODES], bytes: &mut [u8]) {
     }
 }
 
-fn q4_0(values: &[f32], block: &mut [u8]) {
+pub(super) fn q4_0(values: &[f32], block: &mut [u8]) {
     let scale = extreme(values) / -8.0;
     let inverse = reciprocal(scale);
     put(block, 0, scale);
@@ -57,7 +44,7 @@ fn q4_0(values: &[f32], block: &mut [u8]) {
     put_halves(std::array::from_fn(code), &mut block[2..]);
 }
 
-fn q4_1(values: &[f32], block: &mut [u8]) {
+pub(super) fn q4_1(values: &[f32], block: &mut [u8]) {
     let (minimum, maximum) =
         values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), &x| (low.min(x), high.max(x)));
     let scale = (maximum - minimum) / 15.0;
@@ -113,7 +100,7 @@ fn fit_with_minimum(values: &[f32], largest: f32) -> (f32, f32) {
 const SIX_BITS: f32 = 63.0;
 
 /// Encodes Q4_K (codes up to 15) and Q5_K (up to 31).
-fn with_minima(values: &[f32], block: &mut [u8], largest: u8) {
+pub(super) fn with_minima(values: &[f32], block: &mut [u8], largest: u8) {
     let fits: Vec<(f32, f32)> =
         values.chunks_exact(CODES).map(|run| fit_with_minimum(run, f32::from(largest))).collect();
     let factor = fits.iter().fold(0.0_f32, |most, fit| most.max(fit.0)) / SIX_BITS;
@@ -172,7 +159,7 @@ fn fit_signed(values: &[f32]) -> f32 {
     best
 }
 
-fn q6_k(values: &[f32], block: &mut [u8]) {
+pub(super) fn q6_k(values: &[f32], block: &mut [u8]) {
     const RUN: usize = super::decode::RUN;
     let scales: Vec<f32> = values.chunks_exact(RUN).map(fit_signed).collect();
     // The scale of the largest magnitude becomes -128, which alone uses the whole range.

@@ -114,7 +114,14 @@ impl BlockFormat {
         assert_eq!(self.bytes(values.len()), Some(bytes.len()), "bytes of {} {self} elements", values.len());
         let values = values.chunks_exact(self.block_elements());
         for (values, block) in values.zip(bytes.chunks_exact_mut(self.block_bytes())) {
-            encode::block(self, values, block);
+            match self {
+                Self::Q8_0 => encode::q8_0(values, block),
+                Self::Q4_0 => encode::q4_0(values, block),
+                Self::Q4_1 => encode::q4_1(values, block),
+                Self::Q4K => encode::with_minima(values, block, 15),
+                Self::Q5K => encode::with_minima(values, block, 31),
+                Self::Q6K => encode::q6_k(values, block),
+            }
         }
     }
 }

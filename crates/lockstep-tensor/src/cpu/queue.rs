@@ -5,7 +5,7 @@ use std::sync::Arc;
 use lockstep_plan::DType;
 
 use super::{
-    attention::PageLayout,
+    attention::page_layout,
     gemm::Scratch,
     pool::{Pool, Workers},
 };
@@ -83,7 +83,7 @@ impl Queue for CpuQueue {
     }
 
     fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
-        PageLayout::of(self.level, dtype, head_dim).head_elements().map(|elements| key_value_heads * elements)
+        page_layout(self.level, dtype, head_dim).head_elements().map(|elements| key_value_heads * elements)
     }
 }
 

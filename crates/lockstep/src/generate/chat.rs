@@ -3,12 +3,9 @@
 use std::io::BufRead;
 use std::process::ExitCode;
 
-use super::{
-    show,
-    writer::{Job, Writer},
-};
+use super::writer::{Job, Writer};
 use crate::exit::Failure;
-use crate::output::{note, say, warning};
+use crate::output::{note, piece, say, warning};
 
 /// Runs a conversation on the terminal until its input ends.
 pub(super) fn converse(writer: &Writer<'_>, system: Option<&str>) -> Result<ExitCode, Failure> {
@@ -17,7 +14,7 @@ pub(super) fn converse(writer: &Writer<'_>, system: Option<&str>) -> Result<Exit
     let (mut messages, mut seed) = (opening.clone(), writer.sampling.seed);
     let mut input = std::io::stdin().lock();
     loop {
-        show("> ");
+        piece("> ");
         let mut line = String::new();
         if input.read_line(&mut line).unwrap_or(0) == 0 {
             say!("");
@@ -47,8 +44,8 @@ pub(super) fn converse(writer: &Writer<'_>, system: Option<&str>) -> Result<Exit
 /// Generates and shows the answer to the last of `messages`.
 fn answer(writer: &Writer<'_>, messages: &[(String, String)], seed: u64) -> Result<String, Failure> {
     let job = Job { ids: writer.tokenizer.encode_chat(messages)?, seed };
-    let written = writer.write(&[job], |_, piece| {
-        show(piece.unwrap_or(""));
+    let written = writer.write(&[job], |_, text| {
+        piece(text.unwrap_or(""));
         Ok(())
     })?;
     Ok(written.into_iter().map(|written| written.text).collect())

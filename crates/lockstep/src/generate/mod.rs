@@ -8,7 +8,7 @@ mod sampling;
 mod text;
 mod writer;
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -25,7 +25,7 @@ use self::{
 };
 use crate::exit::Failure;
 use crate::infer::ModelArguments;
-use crate::output::{note, say, warning};
+use crate::output::{note, piece, say, warning};
 use crate::placement::{FoundModel, PlacedModel};
 
 #[derive(Debug, Args)]
@@ -78,7 +78,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         && arguments.prompt.is_none()
         && arguments.prompts.is_none()
         && std::io::stdin().is_terminal();
-    let prompts = if talks { Vec::new() } else { prompts(arguments)? };
+    let prompts =
+        if talks { Vec::new() } else { prompts(arguments.prompt.as_deref(), arguments.prompts.as_deref())? };
     let found = arguments.model.find()?;
     let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
     let placed = found.load(workload(arguments, &found, (&tokenizer, &config), &prompts)?)?;
@@ -220,15 +221,15 @@ impl<H: Fn(usize) -> String> Shown<H> {
     }
 
     /// Adds a piece to the text of a job; `None` ends it.
-    fn add(&mut self, job: usize, piece: Option<&str>) {
+    fn add(&mut self, job: usize, added: Option<&str>) {
         let (text, is_ended) = &mut self.waiting[job];
-        *text += piece.unwrap_or("");
-        *is_ended |= piece.is_none();
+        *text += added.unwrap_or("");
+        *is_ended |= added.is_none();
         while let Some((text, is_ended)) = self.waiting.get_mut(self.current) {
             if !std::mem::replace(&mut self.is_begun, true) {
-                show(&(self.heading)(self.current));
+                piece(&(self.heading)(self.current));
             }
-            show(&std::mem::take(text));
+            piece(&std::mem::take(text));
             if !*is_ended {
                 break;
             }
@@ -303,16 +304,10 @@ pub(crate) fn show_sample(
     let job = Job { ids: tokenizer.encode_prompt(prompt)?, seed: sampling.seed };
     let writer =
         Writer { model, tokenizer, sampling, length, end, stops: Vec::new(), kept: None, batch_size: 1 };
-    show(prompt);
-    writer.write(&[job], |_, piece| {
-        show(piece.unwrap_or(""));
+    piece(prompt);
+    writer.write(&[job], |_, text| {
+        piece(text.unwrap_or(""));
         Ok(())
     })?;
     Ok(())
-}
-
-/// Writes a piece of text at once. Errors are ignored because the reader may be gone.
-fn show(piece: &str) {
-    let mut out = std::io::stdout().lock();
-    let _ = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
 }

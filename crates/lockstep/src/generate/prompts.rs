@@ -3,15 +3,14 @@
 use std::io::{IsTerminal, Read};
 use std::path::Path;
 
-use super::Arguments;
 use crate::exit::{CORRUPT_INPUT, Failure};
 
 /// Returns the prompts that the command line names.
-pub(super) fn prompts(arguments: &Arguments) -> Result<Vec<String>, Failure> {
-    if let Some(file) = &arguments.prompts {
+pub(super) fn prompts(given: Option<&str>, file: Option<&Path>) -> Result<Vec<String>, Failure> {
+    if let Some(file) = file {
         return prompts_of(file);
     }
-    match arguments.prompt.as_deref() {
+    match given {
         Some(prompt) if prompt != "-" => Ok(vec![prompt.to_owned()]),
         asked => {
             let nothing = || {

@@ -13,10 +13,10 @@ use super::tiles::DotProducts;
 use super::x86;
 use super::{
     backward::Backward,
+    cached::{Append, Batch, Sequences},
     forward::Forward,
     geometry::Geometry,
     output::Output,
-    pages::{Append, Batch, Sequences},
     sinks::SinksBackward,
     worker::run,
 };

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::{
-    lanes::BLOCK,
+    lanes::{BLOCK, padded},
     pages::Pages,
     variant::{KeyMask, Sinks},
 };
@@ -91,7 +91,7 @@ impl<'a> Geometry<'a> {
         Self {
             key_len: keys.len,
             head_dim,
-            padded_dim: Self::padded(head_dim),
+            padded_dim: padded(head_dim),
             scale: attention.scale,
             dropout: attention.dropout.map(|dropout| KeyedMask::new(dropout, attention.sequences)),
             soft_cap: variant.soft_cap,
@@ -125,11 +125,6 @@ impl<'a> Geometry<'a> {
                 .map(|mask| unsafe { KeyMask::new(mask, attention.sequences, keys.position + keys.len) }),
             pages: None,
         }
-    }
-
-    /// Returns `head_dim` rounded up to whole registers of every level.
-    pub(super) const fn padded(head_dim: usize) -> usize {
-        head_dim.next_multiple_of(16)
     }
 
     /// Reads the keys and values from the pages of a cache.

@@ -14,6 +14,11 @@ use crate::{
 /// Rows and keys of a block of scores; also the number of bits in the mask of a row.
 pub(super) const BLOCK: usize = 64;
 
+/// Returns `head_dim` rounded up to whole registers of every level.
+pub(super) const fn padded(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(16)
+}
+
 /// Rows whose statistics are reduced together: a multiple of the lanes of every level, and a divisor of a block.
 pub(super) const ROWS: usize = 16;
 

@@ -11,13 +11,14 @@
 //! `geometry` determines the visible keys of each query; `lanes`, `x86` and `aarch64` are vector registers; `product` multiplies
 //! blocks; `block` packs and scores them, and `scores` changes the scores for soft-capping and ALiBi. `forward` and
 //! `backward` are the algorithms, `sinks` is the gradient of attention sinks, `output` writes the results, and `tiles`
-//! runs them on bf16 matrix instructions with the operands of `packed`. `pages` is the key-value cache. `variant` reads key
+//! runs them on bf16 matrix instructions with the operands of `packed`. `pages` is the key-value cache, and `cached` attends to it. `variant` reads key
 //! masks and sinks.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
 mod backward;
 mod block;
+mod cached;
 mod dispatch;
 mod forward;
 mod geometry;
@@ -25,6 +26,7 @@ mod lanes;
 mod output;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod packed;
+mod page_layout;
 mod pages;
 #[cfg(test)]
 mod pages_tests;
@@ -46,4 +48,4 @@ mod worker;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(super) use pages::PageLayout;
+pub(super) use page_layout::page_layout;

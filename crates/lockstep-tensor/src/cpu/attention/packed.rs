@@ -4,15 +4,16 @@ use std::{marker::PhantomData, ops::Range};
 
 use half::bf16;
 
+pub(super) use super::page_layout::LEVEL;
 use super::{
     block::{PREFETCH_ROWS, prefetch},
     geometry::{Geometry, columns_of, rows_with},
     lanes::{BLOCK, Lanes},
-    pages::PanelLayout,
+    page_layout::head_units,
     product::Start,
 };
 use crate::{
-    CpuLevel, Write,
+    Write,
     cpu::{
         gemm::panels::{
             BfloatPair, ColumnPanels, MicroKernel, Operand, Order, Place, RowPanels, Rows, Tile, pack,
@@ -21,9 +22,6 @@ use crate::{
     },
 };
 
-/// The lowest level with bf16 matrix instructions; it rounds vectors to bf16.
-pub(super) const LEVEL: CpuLevel =
-    if cfg!(target_arch = "aarch64") { CpuLevel::NeonBf16 } else { CpuLevel::Avx512Bf16 };
 /// Units of depth of a block of keys or rows: pairs.
 pub(super) const BLOCK_UNITS: usize = BLOCK / 2;
 
@@ -50,19 +48,8 @@ impl<K: MicroKernel> Sizes<K> {
 
     pub(super) fn of(head_dim: usize) -> Self {
         const { assert!(BLOCK_UNITS.is_multiple_of(K::DEPTH) && BLOCK.is_multiple_of(K::COLUMNS)) };
-        // Four units of every row make whole cache lines of a block.
-        let head_units = head_dim.div_ceil(2).next_multiple_of(K::DEPTH.max(4));
+        let head_units = head_units::<K>(head_dim);
         Self { head_dim, head_units, kernel: PhantomData }
-    }
-
-    /// Returns the layout of right operands.
-    pub(super) fn panel_layout(self) -> PanelLayout {
-        let line = match K::B_ORDER {
-            Order::AcrossDepth => 1,
-            Order::AlongDepth => K::DEPTH,
-        };
-        let Self { head_dim, head_units, .. } = self;
-        PanelLayout { head_dim, head_units, width: K::COLUMNS, line }
     }
 
     /// Units of a block of vectors as the left operand, summed over the head's elements.

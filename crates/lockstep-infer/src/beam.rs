@@ -58,7 +58,7 @@ pub fn beam_search(
         return Err(InferError::EmptyPrompt);
     }
     let allowed = model.config.max_position_embeddings();
-    let tokens = prompt.len() + max_new_tokens;
+    let tokens = prompt.len().saturating_add(max_new_tokens);
     if tokens > allowed {
         return Err(InferError::TooLong { tokens, allowed });
     }

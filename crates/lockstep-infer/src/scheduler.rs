@@ -324,7 +324,7 @@ fn capacity(positions: usize, request: &Request) -> Result<usize, InferError> {
     if request.prompt.is_empty() {
         return Err(InferError::EmptyPrompt);
     }
-    let tokens = request.prompt.len() + request.max_new_tokens;
+    let tokens = request.prompt.len().saturating_add(request.max_new_tokens);
     if request.kept.is_none() && tokens > positions {
         return Err(InferError::TooLong { tokens, allowed: positions });
     }

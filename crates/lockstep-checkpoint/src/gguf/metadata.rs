@@ -235,7 +235,9 @@ fn read_array(cursor: &mut Cursor<'_>, key: &str, depth: usize) -> Result<GgufAr
             for _ in 0..len {
                 match kind {
                     Kind::String => cursor.skip_string(&what)?,
-                    _ => drop(read_array(cursor, key, depth - 1)?),
+                    _ => {
+                        read_array(cursor, key, depth - 1)?;
+                    }
                 }
             }
         }

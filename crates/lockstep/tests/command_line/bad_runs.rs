@@ -206,7 +206,7 @@ fn arguments_that_cannot_be_used_are_refused_with_code_2() {
         (&["bench", "step", "--model", "baby-gpt", "--seq-len", "257"], &["--seq-len 257", "1 to 256"]),
         (&["bench", "gemm", "--threads", "100000"], &["--threads 100000", "0 to 4096"]),
         (&["bench", "collectives", "--nproc-per-node", "65"], &["number of ranks 65", "1 to 64"]),
-        (&["bench", "collectives", "--sizes", "4XB"], &["4XB", "KiB"]),
+        (&["bench", "collectives", "--sizes", "4XB"], &["4XB", "64MiB"]),
     ];
     for (arguments, parts) in cases {
         workshop.run(arguments).refuses(2, parts);

@@ -20,7 +20,7 @@ const RUNNER: &str = "qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu";
 /// Tests that hold the kernels of each level to their references: products, attention, norms, losses, optimizers and conversions.
 const TESTS: &str = "cpu::simd cpu::gemm::tests::every cpu::gemm::tests::random cpu::gemm::tests::a_part \
     cpu::gemm::tests::nan cpu::gemm::convolution_tests::convolutions cpu::attention::lanes cpu::attention::tests::a_window \
-    cpu::attention::tests::dropout_drops cpu::attention::tests::one_document cpu::norm cpu::loss cpu::softmax cpu::cast \
+    cpu::attention::tests::dropout_drops cpu::attention::tests::one_document cpu::attention::pages_tests::any cpu::norm cpu::loss cpu::softmax cpu::cast \
     cpu::optimizer";
 
 /// Packages of Debian's compiler: itself and the standard libraries of both machines.

@@ -205,7 +205,7 @@ fn case(heads: usize, group: usize, head_dim: usize, variant: usize) -> Case {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 10, ..ProptestConfig::default() })]
 
     #[test]
     fn any_steps_on_any_pages_have_the_bits_of_whole_sequences(

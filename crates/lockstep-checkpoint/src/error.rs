@@ -187,7 +187,7 @@ pub enum CheckpointError {
     GgufExport {
         /// The model.
         path: PathBuf,
-        /// What the format cannot express here.
+        /// Property of the model that the format cannot express.
         reason: String,
     },
     /// A tensor does not consist of whole blocks of a type.

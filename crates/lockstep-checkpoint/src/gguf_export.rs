@@ -29,7 +29,7 @@ const TASK_ELEMENTS: usize = 1 << 14;
 /// Version of the block formats.
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// What an export wrote otherwise than it was asked for.
+/// Differences between an export and the request for it.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct GgufExportNotes {
     /// Matrices whose rows are no whole blocks of the type, by the type that they have instead.

@@ -24,7 +24,7 @@ pub struct StoredParameter<'a> {
 /// Order of the rows of a stored matrix, relative to the parameter's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowOrder {
-    /// The same.
+    /// The parameter's own order.
     Same,
     /// The two halves of each head are stored in alternate rows: GGUF files of the architecture `llama`.
     InterleavedHeads {

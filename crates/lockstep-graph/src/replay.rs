@@ -102,6 +102,38 @@ pub struct Replay<'a> {
     pub trace: Option<Trace<'a>>,
 }
 
+impl<'a> Replay<'a> {
+    /// Creates the replay of a block on one rank: without an input, an output of its own, a cache and groups.
+    pub fn new(
+        queue: &'a dyn Kernels,
+        parameters: &'a dyn Parameters,
+        batch: Batch<'a>,
+        frame: &'a Buffer,
+        workspace: &'a Buffer,
+    ) -> Self {
+        Self {
+            queue,
+            parameters,
+            batch,
+            input: None,
+            frame,
+            output: None,
+            workspace,
+            first_dropout_site: 0,
+            cache: None,
+            peers: None,
+            grid: None,
+            expert_peers: None,
+            sequence_peers: None,
+            replicas: None,
+            context: None,
+            communication_buffer: None,
+            router_margin: None,
+            trace: None,
+        }
+    }
+}
+
 /// Gradients that seed a backward. Both are reciprocals of counts of the whole step, so that sums over micro-batches
 /// and ranks are means.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

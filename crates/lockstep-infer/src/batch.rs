@@ -56,16 +56,9 @@ impl<'m> Batch<'m> {
         Ok(Self { model, forward, pool, sequences: Vec::new(), logits: Vec::new() })
     }
 
-    /// Returns the tokens of a cache with room for sequences of these lengths, whole pages each.
-    pub fn cache_tokens(lengths: impl IntoIterator<Item = usize>) -> usize {
-        lengths.into_iter().map(|tokens| tokens.next_multiple_of(PAGE_TOKENS)).sum()
-    }
-
-    /// Returns the bytes of a page of the cache, over all layers.
-    pub(crate) fn page_bytes(model: &LoadedModel) -> usize {
-        let (config, dtype) = (&model.config, model.dtype);
-        let elements = model.queue.page_elements(dtype, config.num_key_value_heads(), config.head_dim());
-        config.num_hidden_layers() * elements.iter().sum::<usize>() * dtype.size_bytes()
+    /// Returns the tokens of the pages that hold `tokens` tokens of one sequence.
+    pub const fn whole_pages(tokens: usize) -> usize {
+        tokens.next_multiple_of(PAGE_TOKENS)
     }
 
     /// Opens a sequence without tokens.

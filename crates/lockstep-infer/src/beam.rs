@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use lockstep_tensor::PAGE_TOKENS;
+
 use crate::{Batch, InferError, LoadedModel, NewTokens, SequenceId, sample::log_probabilities};
 
 /// Settings of a beam search.
@@ -65,8 +67,8 @@ pub fn beam_search(
     if beams == 0 {
         return Err(InferError::OutOfRange { name: "beams", value: "0".to_owned(), allowed: "1 or more" });
     }
-    // While beams are copied, old and new ones have a page of their own each.
-    let mut batch = Batch::new(model, Batch::cache_tokens(vec![tokens; 2 * beams]))?;
+    // While beams are copied, an old one and a new one have a last page of their own each.
+    let mut batch = Batch::new(model, beams * (Batch::whole_pages(tokens) + PAGE_TOKENS))?;
     let sequence = batch.open();
     let mut logits = vec![batch.read_prompt(sequence, prompt)?.to_vec()];
     let mut running = vec![Beam { sequence, tokens: Vec::new(), log_probability: 0.0 }];

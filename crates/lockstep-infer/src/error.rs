@@ -69,6 +69,12 @@ pub enum InferError {
         /// Largest allowed number of tokens.
         allowed: usize,
     },
+    /// The model does not predict next tokens.
+    #[error("a model of type {model_type} generates no text: it is an encoder or a classifier")]
+    NotCausal {
+        /// Type of the model.
+        model_type: String,
+    },
     /// The key-value cache has no room for more tokens.
     #[error("the key-value cache has room for {tokens} tokens, and the sequences need more")]
     CacheFull {

@@ -69,8 +69,16 @@ pub(crate) struct Part<'a> {
 }
 
 impl<'m> Forward<'m> {
+    /// Records the programs for one token.
+    ///
+    /// # Errors
+    /// If the model is no causal language model, or memory runs out.
     pub(crate) fn new(model: &'m LoadedModel) -> Result<Self, InferError> {
         let one = model.record(1, 1, HeadOutput::Logits);
+        // Encoders have inputs besides tokens, such as an attention mask.
+        if !one.inputs().is_empty() || one.classes() > 0 || one.vocabulary() == 0 {
+            return Err(InferError::NotCausal { model_type: model.config.model_type().to_owned() });
+        }
         let constants = one.constants().iter().map(|constant| constant.allocate(&model.arena));
         let constants = constants.collect::<Result<_, TensorError>>()?;
         let memory = Memory::new(model, Sizes::default())?;
@@ -118,20 +126,17 @@ impl<'m> Forward<'m> {
 
     /// Records the programs of a batch and of its head, and makes its memory large enough.
     fn prepare(&mut self, rows: usize, wanted: usize, parts: &[Part<'_>]) -> Result<(), InferError> {
-        for size in [rows, wanted.max(1)] {
-            if !self.recorded.contains_key(&size) {
-                if self.recorded.len() >= KEPT_RECORDINGS {
-                    self.recorded.clear();
-                }
-                self.recorded.insert(size, self.model.record(1, size, HeadOutput::Logits));
-            }
+        let sizes = [rows, wanted.max(1)];
+        let is_new = sizes.iter().any(|size| !self.recorded.contains_key(size));
+        if is_new && self.recorded.len() + sizes.len() > KEPT_RECORDINGS {
+            self.recorded.clear();
         }
-        // The second insertion may have cleared the first.
-        if !self.recorded.contains_key(&rows) {
-            self.recorded.insert(rows, self.model.record(1, rows, HeadOutput::Logits));
+        for size in sizes {
+            let record = || self.model.record(1, size, HeadOutput::Logits);
+            self.recorded.entry(size).or_insert_with(record);
         }
         let [frame_bytes, workspace_bytes] =
-            frame_and_workspace_bytes(&self.recorded[&rows], &self.recorded[&wanted.max(1)]);
+            frame_and_workspace_bytes(&self.recorded[&sizes[0]], &self.recorded[&sizes[1]]);
         let sizes = Sizes {
             frame_bytes,
             workspace_bytes,
@@ -252,7 +257,7 @@ impl Memory {
     }
 }
 
-/// What the replays of a batch's units share.
+/// Arguments that the replays of a batch's units share.
 struct Unit<'a> {
     model: &'a LoadedModel,
     constants: &'a [Tensor],
@@ -284,24 +289,9 @@ impl Unit<'_> {
             inputs: &[],
         };
         programs.program(unit).forward(&Replay {
-            queue: &*model.queue,
-            parameters: &parameters,
-            batch,
             input,
-            frame: memory.frame(unit),
-            output: None,
-            workspace: &memory.workspace,
-            first_dropout_site: 0,
             cache,
-            peers: None,
-            grid: None,
-            expert_peers: None,
-            sequence_peers: None,
-            replicas: None,
-            context: None,
-            communication_buffer: None,
-            router_margin: None,
-            trace: None,
+            ..Replay::new(&*model.queue, &parameters, batch, memory.frame(unit), &memory.workspace)
         })?;
         Ok(())
     }

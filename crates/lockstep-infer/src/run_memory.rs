@@ -4,7 +4,7 @@ use lockstep_engine::Runner;
 use lockstep_graph::{BlockShape, Mode, Program, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, StageMemory, booked_bytes};
-use lockstep_tensor::{Arena, PAGE_TOKENS};
+use lockstep_tensor::{CpuLevel, PAGE_TOKENS, page_elements};
 
 /// Work that memory is planned for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,10 +92,7 @@ impl RunMemory {
 /// Returns the bytes of the cached keys and values of one sequence of `context` tokens: whole pages.
 pub(crate) fn kv_cache_bytes(config: &ModelConfig, dtype: DType, context: usize) -> u64 {
     let (heads, head_dim) = (config.num_key_value_heads(), config.head_dim());
-    // The kernels choose the layout of a page. Without a queue its elements are counted without padding.
-    let queue = Arena::new().queue(1);
-    let elements = queue
-        .map_or([heads * head_dim * PAGE_TOKENS; 2], |queue| queue.page_elements(dtype, heads, head_dim));
+    let elements = page_elements(CpuLevel::detect(), dtype, heads, head_dim);
     let page: usize = elements.iter().map(|elements| elements * dtype.size_bytes()).sum();
     (config.num_hidden_layers() * context.div_ceil(PAGE_TOKENS) * page) as u64
 }

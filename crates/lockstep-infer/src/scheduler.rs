@@ -7,7 +7,10 @@ use std::{collections::VecDeque, ops::ControlFlow};
 
 use lockstep_tensor::{PAGE_TOKENS, host::available_memory_bytes};
 
-use crate::{Batch, Drawn, InferError, LoadedModel, NewTokens, Sampler, Sampling, SequenceId};
+use crate::{
+    Batch, Drawn, InferError, LoadedModel, NewTokens, Sampler, Sampling, SequenceId,
+    run_memory::kv_cache_bytes,
+};
 
 /// Limits of a [`Scheduler`].
 #[derive(Debug, Clone, Copy)]
@@ -23,8 +26,6 @@ pub struct SchedulerOptions {
 impl SchedulerOptions {
     /// Default number of requests that are generated at once.
     pub const MAX_SEQUENCES: usize = 32;
-    /// Default number of tokens in a step.
-    pub const MAX_STEP_TOKENS: usize = 512;
 }
 
 /// A text to generate.
@@ -44,7 +45,7 @@ pub struct Request {
 /// The number of a request, in the order of [`Scheduler::add`].
 pub type RequestId = usize;
 
-/// What happened to a request in a step.
+/// Progress of a request in a step.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// It has a new token.
@@ -68,18 +69,22 @@ pub struct Scheduler<'m> {
     options: SchedulerOptions,
     /// Positions of the model.
     positions: usize,
-    /// Tokens of the cache that admitted requests may still need.
+    /// Tokens of the cache that running requests need, whole pages of each.
     reserved_tokens: usize,
-    waiting: VecDeque<Admitted>,
-    running: Vec<Admitted>,
+    waiting: VecDeque<Progress>,
+    running: Vec<Running>,
     added: usize,
 }
 
+/// A request that is generated.
+struct Running {
+    progress: Progress,
+    sequence: SequenceId,
+}
+
 /// A request with its progress.
-struct Admitted {
+struct Progress {
     id: RequestId,
-    /// The open sequence; `None` while it waits.
-    sequence: Option<SequenceId>,
     sampler: Sampler,
     /// Tokens to read before the next one is drawn.
     unread: Vec<u32>,
@@ -120,13 +125,14 @@ impl<'m> Scheduler<'m> {
         max_sequences: usize,
     ) -> Result<usize, InferError> {
         let positions = model.config.max_position_embeddings();
-        let tokens = requests.iter().map(|request| Ok(Batch::cache_tokens([capacity(positions, request)?])));
+        let tokens = requests.iter().map(|request| Ok(Batch::whole_pages(capacity(positions, request)?)));
         let mut tokens = tokens.collect::<Result<Vec<usize>, InferError>>()?;
         tokens.sort_unstable_by(|a, b| b.cmp(a));
         let longest = tokens.first().copied().unwrap_or(0);
         let wanted = tokens.iter().take(max_sequences).sum();
-        let memory = available_memory_bytes().unwrap_or(u64::MAX) / 2 / Batch::page_bytes(model) as u64;
-        let affordable = usize::try_from(memory).unwrap_or(usize::MAX).saturating_mul(PAGE_TOKENS);
+        let page_bytes = kv_cache_bytes(&model.config, model.dtype, PAGE_TOKENS);
+        let pages = available_memory_bytes().unwrap_or(u64::MAX) / 2 / page_bytes.max(1);
+        let affordable = usize::try_from(pages).unwrap_or(usize::MAX).saturating_mul(PAGE_TOKENS);
         Ok(affordable.max(longest).min(wanted))
     }
 
@@ -137,27 +143,17 @@ impl<'m> Scheduler<'m> {
     /// or a setting of its sampling is out of range.
     pub fn add(&mut self, request: Request) -> Result<RequestId, InferError> {
         let capacity = capacity(self.positions, &request)?;
-        let tokens = Batch::cache_tokens([capacity]);
-        if tokens > self.options.cache_tokens {
+        if Batch::whole_pages(capacity) > self.options.cache_tokens {
             return Err(InferError::CacheFull { tokens: self.options.cache_tokens });
         }
         let Request { prompt, max_new_tokens, sampling, kept } = request;
         let sampler = Sampler::new(sampling, &prompt)?;
-        let id = self.added;
+        let (id, recent) = (self.added, VecDeque::new());
         self.added += 1;
-        let mut new = Admitted {
-            id,
-            sequence: None,
-            sampler,
-            unread: Vec::new(),
-            recent: VecDeque::new(),
-            kept,
-            capacity,
-            remaining: max_new_tokens,
-        };
-        let fits = prompt.len() <= capacity;
+        let mut new =
+            Progress { id, sampler, unread: Vec::new(), recent, kept, capacity, remaining: max_new_tokens };
         new.remember(&prompt);
-        new.unread = if fits { prompt } else { new.recent.iter().copied().collect() };
+        new.unread = if prompt.len() <= capacity { prompt } else { new.recent.iter().copied().collect() };
         self.waiting.push_back(new);
         Ok(id)
     }
@@ -191,88 +187,78 @@ impl<'m> Scheduler<'m> {
         mut emit: impl FnMut(RequestId, Event) -> Result<ControlFlow<()>, E>,
     ) -> Result<(), E> {
         self.admit();
-        let mut index = 0;
-        while index < self.running.len() {
-            // Only requests for no tokens at all have none remaining here.
-            if self.running[index].remaining == 0 {
-                let id = self.finish(index);
-                let _ = emit(id, Event::Finished(FinishReason::Length))?;
-            } else {
-                index += 1;
-            }
-        }
-        let chunks = self.chunks();
-        if chunks.is_empty() {
-            return Ok(());
-        }
-        let Self { batch, running, .. } = self;
-        let new: Vec<NewTokens<'_>> = chunks
-            .iter()
-            .map(|&(index, len)| {
-                let Admitted { sequence, unread, .. } = &running[index];
-                NewTokens {
-                    sequence: sequence.expect("a running request has a sequence"),
-                    ids: &unread[..len],
-                    wants_logits: len == unread.len(),
-                }
-            })
-            .collect();
-        let mut logits = batch.read(&new)?;
-        let drawn: Vec<(usize, Option<Drawn>)> = chunks
-            .iter()
-            .map(|&(index, len)| {
-                let request = &mut running[index];
-                request.unread.drain(..len);
-                let row = if request.unread.is_empty() { logits.next() } else { None };
-                (index, row.map(|row| request.sampler.draw(row)))
-            })
-            .collect();
-        let mut ended = Vec::new();
+        let drawn = self.read()?;
+        let mut are_stopped = vec![false; self.running.len()];
         for (index, drawn) in drawn {
-            let Some(drawn) = drawn else { continue };
-            let token = drawn.id;
-            let request = &mut self.running[index];
-            request.remaining -= 1;
-            if emit(request.id, Event::Token(drawn))?.is_break() {
-                ended.push((index, FinishReason::Stop));
-            } else if request.remaining == 0 {
-                ended.push((index, FinishReason::Length));
-            } else {
+            let (token, progress) = (drawn.id, &mut self.running[index].progress);
+            progress.remaining -= 1;
+            let (id, goes_on) = (progress.id, progress.remaining > 0);
+            are_stopped[index] = emit(id, Event::Token(drawn))?.is_break();
+            if goes_on && !are_stopped[index] {
                 self.follow(index, token);
             }
         }
-        ended.sort_unstable_by_key(|&(index, _)| index);
+        let mut ended = Vec::new();
         // From the last one on, so that indices stay valid.
-        let ended: Vec<_> = ended.into_iter().rev().map(|(index, why)| (self.finish(index), why)).collect();
-        for (id, why) in ended.into_iter().rev() {
-            let _ = emit(id, Event::Finished(why))?;
+        for (index, is_stopped) in are_stopped.into_iter().enumerate().rev() {
+            if is_stopped {
+                ended.push((self.finish(index), FinishReason::Stop));
+            } else if self.running[index].progress.remaining == 0 {
+                ended.push((self.finish(index), FinishReason::Length));
+            }
+        }
+        for (id, reason) in ended.into_iter().rev() {
+            let _ = emit(id, Event::Finished(reason))?;
         }
         Ok(())
     }
 
     /// Starts waiting requests, in their order, while there is room for all tokens of the next one.
     fn admit(&mut self) {
+        let room = |reserved: usize, next: &Progress| {
+            reserved + Batch::whole_pages(next.capacity) <= self.options.cache_tokens
+        };
         while self.running.len() < self.options.max_sequences.max(1)
-            && let Some(next) = self.waiting.front()
+            && let Some(progress) = self.waiting.pop_front_if(|next| room(self.reserved_tokens, next))
         {
-            let tokens = Batch::cache_tokens([next.capacity]);
-            if self.reserved_tokens + tokens > self.options.cache_tokens {
-                break;
-            }
-            let Some(mut request) = self.waiting.pop_front() else { break };
-            self.reserved_tokens += tokens;
-            request.sequence = Some(self.batch.open());
-            self.running.push(request);
+            self.reserved_tokens += Batch::whole_pages(progress.capacity);
+            self.running.push(Running { progress, sequence: self.batch.open() });
         }
     }
 
+    /// Reads tokens of running requests in one forward. Returns the next token of each whose tokens are all read, with its index.
+    fn read(&mut self) -> Result<Vec<(usize, Drawn)>, InferError> {
+        let chunks = self.chunks();
+        if chunks.is_empty() {
+            return Ok(Vec::new());
+        }
+        let Self { batch, running, .. } = self;
+        let new = |&(index, len): &(usize, usize)| {
+            let Running { progress: Progress { unread, .. }, sequence } = &running[index];
+            NewTokens { sequence: *sequence, ids: &unread[..len], wants_logits: len == unread.len() }
+        };
+        let mut logits = batch.read(&chunks.iter().map(new).collect::<Vec<_>>())?;
+        let mut drawn = Vec::new();
+        for (index, len) in chunks {
+            let Progress { unread, sampler, .. } = &mut running[index].progress;
+            unread.drain(..len);
+            if unread.is_empty()
+                && let Some(logits) = logits.next()
+            {
+                drawn.push((index, sampler.draw(logits)));
+            }
+        }
+        Ok(drawn)
+    }
+
     /// Returns the indices of running requests and the numbers of their tokens that the next step reads: those that generate
-    /// first, then parts of prompts.
+    /// first, then parts of prompts. Requests for no tokens need none.
     fn chunks(&self) -> Vec<(usize, usize)> {
         let mut room = self.options.max_step_tokens.max(1);
-        let unread = |index: &usize| self.running[*index].unread.len();
-        let (generating, prompts): (Vec<_>, Vec<_>) =
-            (0..self.running.len()).partition(|index| unread(index) == 1);
+        let unread = |index: &usize| self.running[*index].progress.unread.len();
+        let (generating, prompts): (Vec<_>, Vec<_>) = (0..self.running.len())
+            .filter(|&index| self.running[index].progress.remaining > 0)
+            .partition(|index| unread(index) == 1);
         let mut chunks = Vec::new();
         for index in generating.into_iter().chain(prompts) {
             let len = unread(&index).min(room);
@@ -287,29 +273,26 @@ impl<'m> Scheduler<'m> {
 
     /// Makes `token` the next one to read, or starts anew with the kept tokens if the sequence is full.
     fn follow(&mut self, index: usize, token: u32) {
-        let request = &mut self.running[index];
-        request.remember(&[token]);
-        request.unread = vec![token];
-        let Some(sequence) = request.sequence else { return };
-        if self.batch.tokens(sequence) == request.capacity {
-            self.batch.close(sequence);
-            request.sequence = Some(self.batch.open());
-            request.unread = request.recent.iter().copied().collect();
+        let Running { progress, sequence } = &mut self.running[index];
+        progress.remember(&[token]);
+        progress.unread = vec![token];
+        if self.batch.tokens(*sequence) == progress.capacity {
+            self.batch.close(*sequence);
+            *sequence = self.batch.open();
+            progress.unread = progress.recent.iter().copied().collect();
         }
     }
 
     /// Removes a running request and frees its pages. Returns its number.
     fn finish(&mut self, index: usize) -> RequestId {
-        let request = self.running.remove(index);
-        if let Some(sequence) = request.sequence {
-            self.batch.close(sequence);
-        }
-        self.reserved_tokens -= Batch::cache_tokens([request.capacity]);
-        request.id
+        let Running { progress, sequence } = self.running.remove(index);
+        self.batch.close(sequence);
+        self.reserved_tokens -= Batch::whole_pages(progress.capacity);
+        progress.id
     }
 }
 
-impl Admitted {
+impl Progress {
     /// Adds tokens to those that are kept.
     fn remember(&mut self, tokens: &[u32]) {
         let Some(kept) = self.kept else { return };

@@ -9,7 +9,7 @@ use super::{
     rope::{llama3_scaling, scaling},
 };
 
-/// What the configuration follows from beside the metadata.
+/// Facts about the tensors that determine keys of the configuration.
 #[derive(Debug)]
 pub(super) struct TensorFacts {
     /// Rows of the embedding.

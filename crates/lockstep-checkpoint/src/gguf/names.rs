@@ -102,24 +102,31 @@ impl Architecture {
 
     /// Returns the name of a tensor in Hugging Face's form; `None` if the architecture has no such tensor.
     pub(crate) fn hf_name(&self, name: &str) -> Option<String> {
-        let (module, kind) = name.rsplit_once('.')?;
-        if let Some((hf, _)) = OUTSIDE.iter().find(|(_, gguf)| *gguf == module) {
-            return Some(format!("{hf}.{kind}"));
-        }
-        let (layer, module) = module.strip_prefix("blk.")?.split_once('.')?;
-        let (hf, _) = self.modules.iter().find(|(_, gguf)| *gguf == module)?;
-        Some(format!("model.layers.{layer}.{hf}.{kind}"))
+        self.renamed(name, ["blk.", "model.layers."], |&(hf, gguf)| [gguf, hf])
     }
 
     /// Returns the name in llama.cpp's form of a tensor in Hugging Face's; `None` if the architecture has no such tensor.
     pub(crate) fn gguf_name(&self, name: &str) -> Option<String> {
+        self.renamed(name, ["model.layers.", "blk."], |&(hf, gguf)| [hf, gguf])
+    }
+
+    /// Returns the name of a tensor in the other form. `blocks` are the prefixes of blocks, and `order` orders the names of a module,
+    /// both from the given form to the other.
+    fn renamed(
+        &self,
+        name: &str,
+        blocks: [&str; 2],
+        order: fn(&(&'static str, &'static str)) -> [&'static str; 2],
+    ) -> Option<String> {
+        let find = |modules: &[(&'static str, &'static str)], module: &str| {
+            modules.iter().map(order).find(|[from, _]| *from == module).map(|[_, to]| to)
+        };
         let (module, kind) = name.rsplit_once('.')?;
-        if let Some((_, gguf)) = OUTSIDE.iter().find(|(hf, _)| *hf == module) {
-            return Some(format!("{gguf}.{kind}"));
+        if let Some(to) = find(&OUTSIDE, module) {
+            return Some(format!("{to}.{kind}"));
         }
-        let (layer, module) = module.strip_prefix("model.layers.")?.split_once('.')?;
-        let (_, gguf) = self.modules.iter().find(|(hf, _)| *hf == module)?;
-        Some(format!("blk.{layer}.{gguf}.{kind}"))
+        let (layer, module) = module.strip_prefix(blocks[0])?.split_once('.')?;
+        Some(format!("{}{layer}.{}.{kind}", blocks[1], find(self.modules, module)?))
     }
 
     /// Returns true if the rows of a tensor, named in Hugging Face's form, are interleaved by heads.

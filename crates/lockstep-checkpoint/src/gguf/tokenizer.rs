@@ -84,7 +84,7 @@ pub(crate) mod kind {
     pub(crate) const BYTE: i32 = 6;
 }
 
-/// What all kinds of tokenizers have.
+/// Parts that tokenizers of all kinds have.
 struct Vocabulary<'a> {
     metadata: &'a GgufMetadata,
     tokens: Vec<&'a str>,

@@ -290,32 +290,23 @@ impl World {
         let frame = poisoned(program.frame_bytes());
         let workspace = poisoned(program.workspace_bytes().max(program.split_workspace_bytes()));
         work(&Replay {
-            queue: &self.queue,
-            parameters: store,
-            batch: Batch {
-                ids: self.ids.view(),
-                labels: Some(self.labels.view()),
-                positions: self.positions.view(),
-                document_starts: None,
-                dropout_keys: Some(self.keys.view()),
-                constants: &self.constants,
-                inputs: &self.inputs,
-            },
             input: has_input.then(|| self.x.view()),
-            frame: &frame,
-            output: None,
-            workspace: &workspace,
             first_dropout_site: 3,
-            cache: None,
-            peers: None,
-            grid: None,
-            expert_peers: None,
-            sequence_peers: None,
-            replicas: None,
-            context: None,
-            communication_buffer: None,
-            router_margin: None,
-            trace: None,
+            ..Replay::new(
+                &self.queue,
+                store,
+                Batch {
+                    ids: self.ids.view(),
+                    labels: Some(self.labels.view()),
+                    positions: self.positions.view(),
+                    document_starts: None,
+                    dropout_keys: Some(self.keys.view()),
+                    constants: &self.constants,
+                    inputs: &self.inputs,
+                },
+                &frame,
+                &workspace,
+            )
         })
     }
 

@@ -68,32 +68,22 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
     workspace.bytes_mut().fill(0xff);
     let dx = zeros([TOKENS, WIDTH]);
     let replay = Replay {
-        queue: &queue,
-        parameters: &layer,
-        batch: Batch {
-            ids: ids.view(),
-            labels: Some(labels.view()),
-            positions: ids.view(),
-            document_starts: None,
-            dropout_keys: None,
-            constants: &[],
-            inputs: &[],
-        },
         input: Some(x.view()),
-        frame: &frame,
-        output: None,
-        workspace: &workspace,
-        first_dropout_site: 0,
-        cache: None,
-        peers: None,
-        grid: None,
-        expert_peers: None,
-        sequence_peers: None,
-        replicas: None,
-        context: None,
-        communication_buffer: None,
-        router_margin: None,
-        trace: None,
+        ..Replay::new(
+            &queue,
+            &layer,
+            Batch {
+                ids: ids.view(),
+                labels: Some(labels.view()),
+                positions: ids.view(),
+                document_starts: None,
+                dropout_keys: None,
+                constants: &[],
+                inputs: &[],
+            },
+            &frame,
+            &workspace,
+        )
     };
     let losses = || program.output(&frame).to_vec::<f32>();
     program.forward(&replay).unwrap();

@@ -186,32 +186,23 @@ fn run(
     let workspace = poisoned(program.workspace_bytes().max(program.split_workspace_bytes()));
     let deferred = poisoned(program.deferred_bytes());
     let replay = Replay {
-        queue: &queue,
-        parameters: &store,
-        batch: Batch {
-            ids: ids.view(),
-            labels: None,
-            positions: ids.view(),
-            document_starts: None,
-            dropout_keys: None,
-            constants: &[],
-            inputs: &[],
-        },
         input: Some(x.view()),
-        frame: &frame,
-        output: None,
-        workspace: &workspace,
-        first_dropout_site: 0,
-        cache: None,
         peers: group.map(|group| Peers { group, limit: Duration::from_secs(60) }),
-        grid: None,
-        expert_peers: None,
-        sequence_peers: None,
-        replicas: None,
-        context: None,
-        communication_buffer: None,
-        router_margin: None,
-        trace: None,
+        ..Replay::new(
+            &queue,
+            &store,
+            Batch {
+                ids: ids.view(),
+                labels: None,
+                positions: ids.view(),
+                document_starts: None,
+                dropout_keys: None,
+                constants: &[],
+                inputs: &[],
+            },
+            &frame,
+            &workspace,
+        )
     };
     program.forward(&replay).unwrap();
     let (of_y, of_x) = (Some(dy.view()), Some(dx.view()));

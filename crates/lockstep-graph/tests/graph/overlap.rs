@@ -183,32 +183,25 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     let peers = Peers { group, limit: LIMIT };
     let of_block = setting.shared == Shared::Block;
     let replay = Replay {
-        queue: &queue,
-        parameters: &store,
-        batch: Batch {
-            ids: positions.view().reshape([tokens]),
-            labels: None,
-            positions: positions.view().reshape([tokens]),
-            document_starts: None,
-            dropout_keys: Some(keys.view()),
-            constants: &constants,
-            inputs: &[],
-        },
         input: Some(x.view()),
-        frame: &frame,
-        output: None,
-        workspace: &workspace,
-        first_dropout_site: 0,
-        cache: None,
         peers: of_block.then_some(peers),
-        expert_peers: None,
-        sequence_peers: None,
-        replicas: None,
         context: (!of_block).then_some(ContextPeers { peers, ring: ring.as_ref() }),
-        grid: None,
-        router_margin: None,
         communication_buffer: communication_buffer.as_ref(),
-        trace: None,
+        ..Replay::new(
+            &queue,
+            &store,
+            Batch {
+                ids: positions.view().reshape([tokens]),
+                labels: None,
+                positions: positions.view().reshape([tokens]),
+                document_starts: None,
+                dropout_keys: Some(keys.view()),
+                constants: &constants,
+                inputs: &[],
+            },
+            &frame,
+            &workspace,
+        )
     };
     let (dy, gradient) = (Some(dy.view()), Some(dx.view()));
     program.forward(&replay).unwrap();

@@ -175,32 +175,22 @@ impl Bench {
         let workspace = poisoned(program.workspace_bytes().max(program.split_workspace_bytes()));
         let [positions, keys] = &self.numbers;
         work(&Replay {
-            queue: &self.queue,
-            parameters: store,
-            batch: Batch {
-                ids: positions.view(),
-                labels: None,
-                positions: positions.view(),
-                document_starts: None,
-                dropout_keys: Some(keys.view()),
-                constants: &[],
-                inputs: &self.inputs,
-            },
-            input: None,
-            frame: &frame,
-            output: None,
-            workspace: &workspace,
-            first_dropout_site: 0,
-            cache: None,
             peers,
-            grid: None,
-            expert_peers: None,
-            sequence_peers: None,
-            replicas: None,
-            context: None,
-            communication_buffer: None,
-            router_margin: None,
-            trace: None,
+            ..Replay::new(
+                &self.queue,
+                store,
+                Batch {
+                    ids: positions.view(),
+                    labels: None,
+                    positions: positions.view(),
+                    document_starts: None,
+                    dropout_keys: Some(keys.view()),
+                    constants: &[],
+                    inputs: &self.inputs,
+                },
+                &frame,
+                &workspace,
+            )
         })
     }
 

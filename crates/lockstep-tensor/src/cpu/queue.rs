@@ -5,7 +5,7 @@ use std::sync::Arc;
 use lockstep_plan::DType;
 
 use super::{
-    attention::page_layout,
+    attention::page_elements,
     gemm::Scratch,
     pool::{Pool, Workers},
 };
@@ -83,7 +83,7 @@ impl Queue for CpuQueue {
     }
 
     fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
-        page_layout(self.level, dtype, head_dim).head_elements().map(|elements| key_value_heads * elements)
+        page_elements(self.level, dtype, key_value_heads, head_dim)
     }
 }
 

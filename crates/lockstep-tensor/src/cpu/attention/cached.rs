@@ -205,7 +205,7 @@ fn write<'v, T: Float>(
     }
 }
 
-/// The same work for several sequences: the tasks of the longest ones first.
+/// Works of several sequences as one set of tasks.
 pub(super) struct Batch<W> {
     /// Each work with the number of tasks before it.
     works: Vec<(usize, W)>,
@@ -213,7 +213,7 @@ pub(super) struct Batch<W> {
 }
 
 impl<W: Worker> Batch<W> {
-    /// Creates the batch of works, the longest first.
+    /// Creates the batch of works, in their order.
     pub(super) fn new(works: impl IntoIterator<Item = W>) -> Self {
         let mut tasks = 0;
         let numbered = works.into_iter().map(|work| {

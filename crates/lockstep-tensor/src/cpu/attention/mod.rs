@@ -48,4 +48,4 @@ mod worker;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(super) use page_layout::page_layout;
+pub use page_layout::page_elements;

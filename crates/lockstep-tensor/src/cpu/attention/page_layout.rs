@@ -37,7 +37,7 @@ fn panels<K: MicroKernel>(head_dim: usize) -> PageLayout {
 }
 
 /// Returns the layout of pages that a queue of `level` uses.
-pub(in crate::cpu) fn page_layout(level: CpuLevel, dtype: DType, head_dim: usize) -> PageLayout {
+pub(super) fn page_layout(level: CpuLevel, dtype: DType, head_dim: usize) -> PageLayout {
     #[cfg(target_arch = "x86_64")]
     if dtype == DType::BF16 && level >= LEVEL {
         return match level {
@@ -50,4 +50,10 @@ pub(in crate::cpu) fn page_layout(level: CpuLevel, dtype: DType, head_dim: usize
         return panels::<NeonBf16>(head_dim);
     }
     if dtype == DType::F32 { PageLayout::Transposed { head_dim } } else { PageLayout::Rows { head_dim } }
+}
+
+/// Returns the elements of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens, on a CPU queue of
+/// `level`.
+pub fn page_elements(level: CpuLevel, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
+    page_layout(level, dtype, head_dim).head_elements().map(|elements| key_value_heads * elements)
 }

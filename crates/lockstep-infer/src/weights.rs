@@ -98,14 +98,8 @@ impl ModelWeights {
                 stored[id] = place(parameter, shape, (file, &files.files[file]), &mut reordered, arena)?;
             }
         }
-        let is_converted = |id: usize| stored[id].is_none();
-        let category = MemoryCategory::Parameters;
-        let converted = StateStore::zeros_of_selected(arena, records, is_converted, dtype, category)?;
-        let is_selected = |name: &str| ids.get(name).is_some_and(|&id| is_converted(id));
-        directory.for_each_selected(is_selected, |name, values| -> Result<(), CheckpointError> {
-            write(converted.view(ParameterId(ids[name])), values);
-            Ok(())
-        })?;
+        let is_converted: Vec<bool> = stored.iter().map(Option::is_none).collect();
+        let converted = convert(directory, records, &is_converted, dtype, arena)?;
         let in_files = stored.iter().flatten().filter(|place| matches!(place.source, Source::File { .. }));
         let in_place_bytes = in_files.map(StoredPlace::bytes).sum();
         for (id, record) in records.iter().enumerate() {
@@ -134,25 +128,13 @@ impl ModelWeights {
         kernels: &dyn Kernels,
     ) -> Result<Self, InferError> {
         let dtype = parts.dtype();
-        let made: Vec<ParameterId> = parts.made().collect();
+        let mut is_made = vec![false; parts.records.len()];
+        parts.made().for_each(|id| is_made[id.0] = true);
         assert!(
-            made.iter().all(|id| resident[id.0]),
+            is_made.iter().zip(resident).all(|(is_made, is_resident)| *is_resident || !is_made),
             "only weights that are stored as they are used are on disk"
         );
-        let category = MemoryCategory::Parameters;
-        let is_made = |id: usize| made.contains(&ParameterId(id));
-        let converted = StateStore::zeros_of_selected(arena, &parts.records, is_made, dtype, category)?;
-        if !made.is_empty() {
-            let ids: HashMap<&str, ParameterId> =
-                made.iter().map(|&id| (parts.records[id.0].name.as_str(), id)).collect();
-            directory.for_each_selected(
-                |name| ids.contains_key(name),
-                |name, values| -> Result<(), CheckpointError> {
-                    write(converted.view(ids[name]), values);
-                    Ok(())
-                },
-            )?;
-        }
+        let converted = convert(directory, &parts.records, &is_made, dtype, arena)?;
         let (files, stored) = Self::map_tables(&parts, resident)?;
         let in_place_bytes =
             stored.iter().flatten().map(|place| place.shape.elements() * dtype.size_bytes()).sum();
@@ -167,26 +149,19 @@ impl ModelWeights {
         parts: &ModelParts,
         resident: &[bool],
     ) -> Result<(Vec<MappedTensors>, Vec<Option<StoredPlace>>), InferError> {
-        let (mut files, mut stored) = (Vec::new(), vec![None; parts.records.len()]);
-        let mut numbers = HashMap::<usize, usize>::new();
+        let (mut files, mut stored) = (Files::default(), vec![None; parts.records.len()]);
         for &id in parts.units[0].iter().filter(|id| !resident[id.0]) {
             let WeightPlace::Stored { file, offset, .. } = parts.place(id) else { continue };
-            let number = match numbers.get(&file) {
-                Some(&number) => number,
-                None => {
-                    let path = &parts.files[file];
-                    let map = MappedTensors::open(path).and_then(|map| map.for_lookups().map(|()| map));
-                    files.push(map.map_err(|source| InferError::Map { path: path.clone(), source })?);
-                    numbers.insert(file, files.len() - 1);
-                    files.len() - 1
-                }
-            };
+            let path = &parts.files[file];
+            let file = files.index(path)?;
+            let advised = files.files[file].for_lookups();
+            advised.map_err(|source| InferError::Map { path: path.clone(), source })?;
             let shape = Shape::from(parts.records[id.0].shape.as_slice());
-            let source = Source::File { file: number, offset: offset as usize };
+            let source = Source::File { file, offset: offset as usize };
             let elements = StoredElements::Dense(parts.dtype());
             stored[id.0] = Some(StoredPlace { source, stored: elements, shape });
         }
-        Ok((files, stored))
+        Ok((files.files, stored))
     }
 
     /// Waits until the weights of `unit` can be read, and returns those that are not in a mapped file or in the store.
@@ -253,6 +228,31 @@ impl StoredPlace {
         let (rows, columns) = self.shape.as_matrix();
         self.stored.row_bytes(columns).map_or(0, |row| row * rows)
     }
+}
+
+/// Reads parameters into memory in type `dtype`: those that `is_converted` is true for.
+fn convert(
+    directory: &ModelDirectory,
+    records: &[ParameterRecord],
+    is_converted: &[bool],
+    dtype: DType,
+    arena: &Arena,
+) -> Result<StateStore, InferError> {
+    let category = MemoryCategory::Parameters;
+    let store = StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
+    let converted = records.iter().enumerate().filter(|(id, _)| is_converted[*id]);
+    let ids: HashMap<&str, ParameterId> =
+        converted.map(|(id, record)| (record.name.as_str(), ParameterId(id))).collect();
+    if !ids.is_empty() {
+        directory.for_each_selected(
+            |name| ids.contains_key(name),
+            |name, values| -> Result<(), CheckpointError> {
+                write(store.view(ids[name]), values);
+                Ok(())
+            },
+        )?;
+    }
+    Ok(store)
 }
 
 /// Returns true if the kernels of a model of type `dtype` read a parameter as it is stored.

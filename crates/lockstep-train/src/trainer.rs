@@ -467,9 +467,10 @@ impl Run<'_> {
         let row =
             self.row(Made { loss, grad_norm, learning_rate, loss_scale, share, seconds, skipped, memory });
         tracing::trace!(step, loss, grad_norm, step_ms = row.step_ms, "made a step");
+        // Whoever sees the step on the screen finds it in the records and at the metrics server.
+        self.records.append(&row, |text| self.progress.message(text));
         self.progress.step(&row);
         self.observer.step_ended(&row);
-        self.records.append(&row, |text| self.progress.message(text));
         if self.is_shown(step) {
             self.expert_load = row.expert_load;
         }

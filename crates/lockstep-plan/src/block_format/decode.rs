@@ -74,8 +74,9 @@ fn halves<const LINES: usize>(blocks: &[&[u8]; LINES], at: usize) -> [f32; LINES
     halves
 }
 
-/// Decodes whole blocks.
-pub(super) fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
+/// Decodes whole blocks. A caller may compile it for any vector instructions.
+#[inline(always)]
+pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
     for (block, values) in bytes.chunks_exact(C::BYTES).zip(values.chunks_exact_mut(C::ELEMENTS)) {
         let RunScales { scales, offsets } = C::scales(block);
         for (part, values) in values.chunks_exact_mut(CODES).enumerate() {
@@ -128,8 +129,7 @@ impl BlockCodec for Q8_0Codec {
 
     #[inline(always)]
     fn codes(block: &[u8], _: usize) -> [i8; CODES] {
-        let bytes: &[u8; CODES] = block[2..2 + CODES].try_into().expect("32 bytes");
-        bytes.map(u8::cast_signed)
+        signed(&block[2..])
     }
 
     #[inline(always)]
@@ -214,9 +214,21 @@ fn six_bit_scales(block: &[u8]) -> RunScales {
 /// Returns 4 bits of each of the 32 bytes that hold part `part`: the low half for an even part, the high half for an odd one.
 #[inline(always)]
 fn halves_of_parts(bytes: &[u8], part: usize) -> [u8; CODES] {
-    let bytes: &[u8; CODES] = bytes[part / 2 * CODES..][..CODES].try_into().expect("32 bytes");
-    let shift = part % 2 * 4;
-    bytes.map(|byte| byte >> shift & 15)
+    let mut halves = [0; CODES];
+    for (half, byte) in halves.iter_mut().zip(&bytes[part / 2 * CODES..][..CODES]) {
+        *half = byte >> (part % 2 * 4) & 15;
+    }
+    halves
+}
+
+/// Returns the first 32 bytes as signed codes. A loop, here and above: `map` of an array is not compiled for the caller's instructions.
+#[inline(always)]
+fn signed(bytes: &[u8]) -> [i8; CODES] {
+    let mut codes = [0; CODES];
+    for (code, byte) in codes.iter_mut().zip(&bytes[..CODES]) {
+        *code = byte.cast_signed();
+    }
+    codes
 }
 
 /// Codec of [`BlockFormat::Q4K`](super::BlockFormat::Q4K).
@@ -235,7 +247,7 @@ impl BlockCodec for Q4KCodec {
 
     #[inline(always)]
     fn codes(block: &[u8], part: usize) -> [i8; CODES] {
-        halves_of_parts(&block[16..144], part).map(u8::cast_signed)
+        signed(&halves_of_parts(&block[16..144], part))
     }
 }
 
@@ -256,11 +268,10 @@ impl BlockCodec for Q5KCodec {
     #[inline(always)]
     fn codes(block: &[u8], part: usize) -> [i8; CODES] {
         let mut codes = halves_of_parts(&block[48..176], part);
-        let high: &[u8; CODES] = block[16..48].try_into().expect("32 bytes");
-        for (code, high) in codes.iter_mut().zip(high) {
+        for (code, high) in codes.iter_mut().zip(&block[16..48]) {
             *code |= (high >> part & 1) << 4;
         }
-        codes.map(u8::cast_signed)
+        signed(&codes)
     }
 }
 

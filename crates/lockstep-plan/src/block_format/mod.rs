@@ -10,7 +10,7 @@ mod half;
 
 pub use decode::{
     BlockCodec, CODES, LineScales, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec, RUN, RUNS,
-    RunScales,
+    RunScales, dequantize,
 };
 
 use crate::named_enum::named_enum;
@@ -102,7 +102,7 @@ impl BlockFormat {
     /// If `bytes` are not the blocks of as many elements as `values` has.
     pub fn dequantize(self, bytes: &[u8], values: &mut [f32]) {
         assert_eq!(self.bytes(values.len()), Some(bytes.len()), "bytes of {} {self} elements", values.len());
-        with_block_codec!(self, Codec => decode::dequantize::<Codec>(bytes, values));
+        with_block_codec!(self, Codec => dequantize::<Codec>(bytes, values));
     }
 
     /// Encodes whole blocks. Q8_0, Q4_0 and Q4_1 have the bits of the reference (gguf-py: `quants.py`); the others choose scales by least

@@ -82,7 +82,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         if talks { Vec::new() } else { prompts(arguments.prompt.as_deref(), arguments.prompts.as_deref())? };
     let found = arguments.model.find()?;
     let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
-    let placed = found.load(workload(arguments, &found, (&tokenizer, &config), &prompts)?)?;
+    let ids = prompts.iter().map(|prompt| prompt_ids(&tokenizer, prompt, arguments));
+    let ids = ids.collect::<Result<Vec<Vec<u32>>, Failure>>()?;
+    let placed = found.load(workload(arguments, &found, &config, &ids))?;
     let model = &placed.model;
     if !config.ignored.is_empty() {
         warning(&format!(
@@ -98,11 +100,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return converse(&writer, arguments.system.as_deref());
     }
     if let Some(beams) = arguments.sampling.beams(&config) {
-        return search(&writer, &prompts, &beams, (arguments, &placed));
+        return search(&writer, (&prompts, &ids), &beams, (arguments, &placed));
     }
     let mut jobs = Vec::new();
-    for prompt in &prompts {
-        let ids = prompt_ids(writer.tokenizer, prompt, arguments)?;
+    for ids in ids {
         let seeds = (0..arguments.samples).map(|sample| arguments.seed.wrapping_add(sample));
         jobs.extend(seeds.map(|seed| Job { ids: ids.clone(), seed }));
     }
@@ -129,7 +130,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 /// Prints the best texts of a beam search for each prompt.
 fn search(
     writer: &Writer<'_>,
-    prompts: &[String],
+    (prompts, ids): (&[String], &[Vec<u32>]),
     beams: &BeamSettings,
     (arguments, placed): (&Arguments, &PlacedModel),
 ) -> Result<ExitCode, Failure> {
@@ -141,8 +142,8 @@ fn search(
         )));
     }
     let mut results = Vec::new();
-    for (number, prompt) in prompts.iter().enumerate() {
-        let found = writer.search(&prompt_ids(writer.tokenizer, prompt, arguments)?, samples, beams)?;
+    for (number, (prompt, ids)) in prompts.iter().zip(ids).enumerate() {
+        let found = writer.search(ids, samples, beams)?;
         for (rank, written) in found.iter().enumerate() {
             if arguments.json {
                 results.push(written.json(prompt));
@@ -176,23 +177,20 @@ fn print_json(mut results: Vec<Value>, placed: &PlacedModel) {
 fn workload(
     arguments: &Arguments,
     found: &FoundModel,
-    (tokenizer, config): (&Tokenizer, &GenerationConfig),
-    prompts: &[String],
-) -> Result<Workload, Failure> {
-    let longest = found.description.config().max_position_embeddings();
-    // A conversation may become as long as the model allows.
-    if prompts.is_empty() || !arguments.model.placement.is_given() {
-        return Ok(Workload::Generation { sequences: 1, context: longest });
-    }
+    config: &GenerationConfig,
+    prompts: &[Vec<u32>],
+) -> Workload {
+    let positions = found.description.config().max_position_embeddings();
+    let Some(longest) = prompts.iter().map(Vec::len).max().filter(|_| arguments.model.placement.is_given())
+    else {
+        // A conversation may become as long as the model allows.
+        return Workload::Generation { sequences: 1, context: positions };
+    };
     let new_tokens = arguments.max_new_tokens.or(config.max_new_tokens).or(config.max_length);
-    let mut tokens = 0;
-    for prompt in prompts {
-        tokens = tokens.max(prompt_ids(tokenizer, prompt, arguments)?.len());
-    }
     let texts = prompts.len().saturating_mul(arguments.samples as usize).min(arguments.batch_size as usize);
     let sequences = arguments.sampling.beams(config).map_or(texts, |beams| beams.beams);
-    let context = tokens.saturating_add(new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)).min(longest);
-    Ok(Workload::Generation { sequences, context })
+    let context = longest.saturating_add(new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)).min(positions);
+    Workload::Generation { sequences, context }
 }
 
 /// Returns the tokens of a prompt, or of the chat that it begins.

@@ -1,5 +1,7 @@
 //! Attention to a cache in pages: new tokens of several sequences in steps of any length have the bits of whole sequences.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use lockstep_plan::{MemoryCategory, random::Philox};
 use proptest::prelude::*;
@@ -140,15 +142,21 @@ fn read_in_steps<T: Float>(
         );
         let (out, statistics) = (out.view().to_vec::<T>(), statistics.view().to_vec::<f32>());
         for ((reading, tokens), &start) in readings.iter_mut().zip(parts).zip(&starts) {
-            let first = start as usize;
-            for (row, token) in tokens.enumerate() {
-                let row = first + row;
-                let width = heads * head_dim;
-                let values = out[row * width..][..width].iter().map(|&value| value.load());
-                reading.out.splice(token * width..(token + 1) * width, values);
-                for head in 0..heads {
-                    reading.statistics[head * reading.case.query_len + token] = statistics[head * rows + row];
-                }
+            reading.record(tokens, start as usize, (&out, &statistics));
+        }
+    }
+}
+
+impl<T: Float> Reading<T> {
+    /// Notes the results of `tokens`, which are the rows of a batch from `first` on.
+    fn record(&mut self, tokens: Range<usize>, first: usize, (out, statistics): (&[T], &[f32])) {
+        let Case { heads, head_dim, query_len, .. } = self.case;
+        let (width, rows) = (heads * head_dim, statistics.len() / heads);
+        for (row, token) in (first..).zip(tokens) {
+            let values = out[row * width..][..width].iter().map(|&value| value.load());
+            self.out.splice(token * width..(token + 1) * width, values);
+            for head in 0..heads {
+                self.statistics[head * query_len + token] = statistics[head * rows + row];
             }
         }
     }

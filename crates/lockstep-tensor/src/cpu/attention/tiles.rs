@@ -61,7 +61,7 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
     /// # Safety
     /// The CPU must have the instructions of `K`, and the thread must be prepared.
     unsafe fn rows<V: Lanes>(&self, pair: Pair, rows: Range<usize>, mut scratch: &mut [f32]) {
-        let Forward { geometry, q, k, v, .. } = &self.work;
+        let Forward { geometry, q, .. } = &self.work;
         let sizes = Sizes::<K>::new(geometry);
         let (width, factor) = (geometry.padded_dim, geometry.scale * std::f32::consts::LOG2_E);
         let queries = take(&mut scratch, rows.len().div_ceil(BLOCK) * sizes.left());
@@ -89,30 +89,10 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
                 continue;
             }
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
-            let [keys, values] = match geometry.cached_block(pair, first_key, [k, v]) {
-                Some(operands) => {
-                    if block.end < seen.end
-                        && let Some(next) = geometry.cached_block(pair, block.end, [k, v])
-                    {
-                        next.into_iter().for_each(|operand| prefetch(operand, 0..operand.len()));
-                    }
-                    operands
-                }
-                None => {
-                    let places = || geometry.key_vectors(pair, block.clone());
-                    // SAFETY: the caller's promise.
-                    unsafe {
-                        sizes.pack_right(&sizes.stage(k, places(), staged), keys);
-                        sizes.pack_right_across(&sizes.stage(v, places(), staged), values);
-                    }
-                    let next = block.end..seen.end.min(block.end + BLOCK);
-                    let next = || geometry.key_vectors(pair, next.clone());
-                    next().for_each(|key| prefetch(k, key));
-                    next().for_each(|key| prefetch(v, key));
-                    [&*keys, &*values]
-                }
-            };
-
+            let next = block.end..seen.end.min(block.end + BLOCK);
+            // SAFETY: the caller's promise.
+            let [keys, values] =
+                unsafe { self.operands(pair, [block.clone(), next], sizes, [staged, keys, values]) };
             for (strip, queries) in strips(rows.clone()).zip(queries.chunks_exact(sizes.left())) {
                 let Some(visible) = geometry.visible(pair, strip.clone(), first_key) else { continue };
                 let visible = &visible[..strip.len()];
@@ -149,6 +129,39 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
             }
         }
         self.work.finish::<V>(pair, rows, sums, &maxima, &totals);
+    }
+}
+
+impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
+    /// Returns the keys and values of a block as right operands, which a cache holds, or which are packed into scratch. Fetches those
+    /// of the next block.
+    ///
+    /// # Safety
+    /// As [`Self::rows`].
+    unsafe fn operands<'s>(
+        &'s self,
+        pair: Pair,
+        [block, next]: [Range<usize>; 2],
+        sizes: Sizes<K>,
+        [staged, keys, values]: [&'s mut [f32]; 3],
+    ) -> [&'s [f32]; 2] {
+        let Forward { geometry, k, v, .. } = &self.work;
+        if let Some(operands) = geometry.cached_block(pair, block.start, [k, v]) {
+            if let Some(next) = geometry.cached_block(pair, next.start, [k, v]).filter(|_| !next.is_empty()) {
+                next.into_iter().for_each(|operand| prefetch(operand, 0..operand.len()));
+            }
+            return operands;
+        }
+        let places = || geometry.key_vectors(pair, block.clone());
+        // SAFETY: the caller's promise.
+        unsafe {
+            sizes.pack_right(&sizes.stage(k, places(), staged), keys);
+            sizes.pack_right_across(&sizes.stage(v, places(), staged), values);
+        }
+        let next = || geometry.key_vectors(pair, next.clone());
+        next().for_each(|key| prefetch(k, key));
+        next().for_each(|key| prefetch(v, key));
+        [keys, values]
     }
 }
 

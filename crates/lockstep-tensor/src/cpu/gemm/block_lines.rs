@@ -2,7 +2,7 @@
 
 use lockstep_plan::{
     BlockFormat,
-    block_format::{BlockCodec, CODES, LineScales, RUN, RunScales},
+    block_format::{BlockCodec, CODES, LineScales, RUN, dequantize},
     with_block_codec,
 };
 
@@ -120,18 +120,12 @@ impl<'a> BlockLines<'a> {
 /// Decodes whole blocks, and rounds to the type.
 #[inline(always)]
 pub(in crate::cpu) fn decode_line<C: BlockCodec, T: Float>(blocks: &[u8], values: &mut [T]) {
-    for (block, values) in blocks.chunks_exact(C::BYTES).zip(values.chunks_exact_mut(C::ELEMENTS)) {
-        let RunScales { scales, offsets } = C::scales(block);
-        for part in 0..C::ELEMENTS / CODES {
-            let codes = C::codes(block, part);
-            for half in 0..CODES / RUN {
-                let (scale, offset) =
-                    (scales[part * (CODES / RUN) + half], offsets[part * (CODES / RUN) + half]);
-                let values = &mut values[part * CODES + half * RUN..][..RUN];
-                for (value, code) in values.iter_mut().zip(&codes[half * RUN..]) {
-                    *value = T::store(scale * f32::from(*code) + offset);
-                }
-            }
+    for (blocks, values) in blocks.chunks(CHUNK / C::ELEMENTS * C::BYTES).zip(values.chunks_mut(CHUNK)) {
+        let mut wide = [0.0; CHUNK];
+        let wide = &mut wide[..blocks.len() / C::BYTES * C::ELEMENTS];
+        dequantize::<C>(blocks, wide);
+        for (value, wide) in values.iter_mut().zip(wide) {
+            *value = T::store(*wide);
         }
     }
 }

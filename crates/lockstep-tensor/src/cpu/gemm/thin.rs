@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     Summation,
-    cpu::simd::{Float, inlined, prefetch},
+    cpu::simd::{Float, inlined},
 };
 
 /// Largest number of rows.
@@ -32,7 +32,7 @@ const GROUP: usize = 8;
 const PANELS: usize = 2;
 /// Units of the packed lines of a panel.
 const PACKED_UNITS: usize = if STEP > CHUNK { STEP * SIDE } else { CHUNK * SIDE };
-/// Units of depth of a panel that are packed at a time.
+/// Units of depth of a panel that are packed at a time, but for squares of few rows.
 const STEP: usize = 4 * SIDE;
 /// Bytes of a line to fetch ahead of packing.
 const AHEAD_BYTES: usize = 2048;
@@ -218,48 +218,27 @@ impl<T: Float> Panel<'_, '_, T> {
         packed: &mut [u32],
         tile: &mut Tile,
     ) {
-        let Self { b, columns, depth } = self;
         // SAFETY: the packed lines hold the units of a step, and the tile all sums; the caller's promises.
         unsafe {
-            let mut sums = [[V::zero(); VECTORS]; ROWS];
-            let mut start = depth.start;
+            let mut sums = [[[V::zero(); VECTORS]; 1]; ROWS];
+            let mut start = self.depth.start;
+            // Square by square: the sums wait for each other, and the next square is packed meanwhile.
             for (square, ahead_bytes) in self.squares::<U>() {
-                for line in 0..SIDE {
-                    prefetch(square.first.wrapping_add(line * square.stride).wrapping_byte_add(ahead_bytes));
-                }
+                square.fetch(ahead_bytes);
                 V::transpose_into(square, Square { first: packed.as_mut_ptr(), stride: SIDE });
-                add_products(&mut sums, rows, start / U::ELEMENTS, packed, SIDE);
+                add_products(&mut sums, &rows.lines, (start / U::ELEMENTS, SIDE), [packed.as_ptr()]);
                 start += SIDE * U::ELEMENTS;
             }
-            if let Some(lines) = b.block_lines() {
-                // Quantized lines are decoded in whole chunks, of which a block of depth may need a part.
-                while start < depth.end {
-                    let chunk = start / CHUNK * CHUNK;
-                    let (chunk_end, end) = (lines.chunk_end(chunk), depth.end.min(chunk + CHUNK));
-                    let units = (chunk_end - chunk) / U::ELEMENTS;
-                    U::pack::<V, Lines>(
-                        b,
-                        columns.clone(),
-                        chunk..chunk_end,
-                        units,
-                        &mut packed[..units * SIDE],
-                    );
-                    let packed = &packed[(start - chunk) / U::ELEMENTS * SIDE..];
-                    add_products(&mut sums, rows, start / U::ELEMENTS, packed, (end - start) / U::ELEMENTS);
-                    start = end;
-                }
+            for step in self.steps::<U>(start) {
+                let at = (step.start / U::ELEMENTS, step.len().div_ceil(U::ELEMENTS));
+                let panel = [self.pack_step::<V, U>(self.columns.clone(), step, packed)];
+                add_products(&mut sums, &rows.lines, at, panel);
             }
-            for start in (start..depth.end).step_by(STEP * U::ELEMENTS) {
-                let step = start..depth.end.min(start + STEP * U::ELEMENTS);
-                let units = step.len().div_ceil(U::ELEMENTS);
-                U::pack::<V, Lines>(b, columns.clone(), step, units, &mut packed[..units * SIDE]);
-                add_products(&mut sums, rows, start / U::ELEMENTS, packed, units);
-            }
-            store_sums(&sums, tile.as_mut_ptr());
+            store_sums(&sums, (tile.as_mut_ptr(), SIDE));
         }
     }
 
-    /// The products of more rows: each step multiplies a group of them after the other.
+    /// The products of more rows: each step multiplies one group of them after the other.
     #[inline(always)]
     unsafe fn products_of_groups<V: Lanes, U: Packing<Source = T>, const VECTORS: usize>(
         &self,
@@ -267,42 +246,41 @@ impl<T: Float> Panel<'_, '_, T> {
         packed: &mut [u32],
         tile: &mut Tile,
     ) {
-        let (sums, width) = (tile.as_mut_ptr(), width::<V>(rows.count));
         let middle = self.columns.end.min(self.columns.start + SIDE);
-        let panels = [self.columns.start..middle, middle..self.columns.end];
-        let step_elements = if self.b.block_lines().is_some() { CHUNK } else { STEP * U::ELEMENTS };
-        // SAFETY: the rows hold the units of all steps, and the tile all sums; the caller's promises.
+        let [left, right] = [self.columns.start..middle, middle..self.columns.end];
+        let (packed_left, packed_right) = packed.split_at_mut(PACKED_UNITS);
+        let width = width::<V>(rows.count);
+        // SAFETY: the packed lines hold the units of a step, and the tile all sums; the caller's promises.
         unsafe {
-            for row in (0..rows.count.next_multiple_of(GROUP)).map(|row| row * width) {
-                store_sums(&[[V::zero(); VECTORS]], sums.add(row));
-                store_sums(&[[V::zero(); VECTORS]], sums.add(row + width - SIDE));
-            }
-            let mut start = self.depth.start;
-            while start < self.depth.end {
-                let end = self.depth.end.min(start / step_elements * step_elements + step_elements);
-                let mut skipped = 0;
-                for (columns, packed) in panels.iter().zip(packed.chunks_exact_mut(PACKED_UNITS)) {
-                    if !columns.is_empty() {
-                        skipped = self.pack_step::<V, U>(columns.clone(), start..end, packed);
-                    }
-                }
-                let units = (end - start).div_ceil(U::ELEMENTS);
-                let packed = [0, PACKED_UNITS].map(|panel| packed[panel + skipped * SIDE..].as_ptr());
+            for (index, step) in self.steps::<U>(self.depth.start).enumerate() {
+                let at = (step.start / U::ELEMENTS, step.len().div_ceil(U::ELEMENTS));
+                let first = self.pack_step::<V, U>(left.clone(), step.clone(), packed_left);
+                let second = (!right.is_empty())
+                    .then(|| self.pack_step::<V, U>(right.clone(), step.clone(), packed_right));
                 for group in (0..rows.count).step_by(GROUP) {
-                    let (lines, sums) = (&rows.lines[group..], sums.add(group * width));
-                    let at = (start / U::ELEMENTS, units);
-                    if panels[1].is_empty() {
-                        add_to_tile::<V, VECTORS, 1>((sums, width), lines, at, [packed[0]]);
-                    } else {
-                        add_to_tile::<V, VECTORS, PANELS>((sums, width), lines, at, packed);
+                    let (lines, sums) = (&rows.lines[group..], (tile.as_mut_ptr().add(group * width), width));
+                    match second {
+                        None => add_to_tile::<V, VECTORS, 1>(sums, index == 0, lines, at, [first]),
+                        Some(second) => {
+                            add_to_tile::<V, VECTORS, PANELS>(sums, index == 0, lines, at, [first, second]);
+                        }
                     }
                 }
-                start = end;
             }
         }
     }
 
-    /// Packs a step of the depth of a panel. Returns the number of packed units before the first one of the step.
+    /// Returns the steps of the depth from element `start` on; one that is empty if nothing is left. Quantized lines are decoded in
+    /// whole chunks.
+    #[inline(always)]
+    fn steps<U: Packing<Source = T>>(&self, start: usize) -> impl Iterator<Item = Range<usize>> {
+        let step = if self.b.block_lines().is_some() { CHUNK } else { STEP * U::ELEMENTS };
+        let (end, first) = (self.depth.end, start / step);
+        (first..end.div_ceil(step).max(first + 1))
+            .map(move |index| start.max(index * step)..end.min((index + 1) * step))
+    }
+
+    /// Packs a step of the depth of a panel. Returns its first packed unit.
     ///
     /// # Safety
     /// The CPU must have the instructions of `V`.
@@ -312,8 +290,11 @@ impl<T: Float> Panel<'_, '_, T> {
         columns: Range<usize>,
         step: Range<usize>,
         packed: &mut [u32],
-    ) -> usize {
+    ) -> *const u32 {
         let b = self.b;
+        if step.is_empty() {
+            return packed.as_ptr();
+        }
         // SAFETY: the packed lines hold the units of a step; the caller's promise.
         unsafe {
             if let Some(lines) = b.block_lines() {
@@ -321,14 +302,12 @@ impl<T: Float> Panel<'_, '_, T> {
                 let chunk = step.start / CHUNK * CHUNK..lines.chunk_end(step.start / CHUNK * CHUNK);
                 let units = chunk.len() / U::ELEMENTS;
                 U::pack::<V, Lines>(b, columns, chunk.clone(), units, &mut packed[..units * SIDE]);
-                return (step.start - chunk.start) / U::ELEMENTS;
+                return packed[(step.start - chunk.start) / U::ELEMENTS * SIDE..].as_ptr();
             }
             let mut packed_units = 0;
             let panel = Panel { b, columns: columns.clone(), depth: step.clone() };
             for (square, ahead_bytes) in panel.squares::<U>() {
-                for line in 0..SIDE {
-                    prefetch(square.first.wrapping_add(line * square.stride).wrapping_byte_add(ahead_bytes));
-                }
+                square.fetch(ahead_bytes);
                 let target = packed[packed_units * SIDE..].as_mut_ptr();
                 V::transpose_into(square, Square { first: target, stride: SIDE });
                 packed_units += SIDE;
@@ -344,7 +323,7 @@ impl<T: Float> Panel<'_, '_, T> {
                     &mut packed[packed_units * SIDE..][..units * SIDE],
                 );
             }
-            0
+            packed.as_ptr()
         }
     }
 
@@ -367,47 +346,70 @@ impl<T: Float> Panel<'_, '_, T> {
     }
 }
 
-/// Writes sums to rows that are `SIDE` apart.
+/// Writes the sums of rows to a tile, whose rows are `width` apart.
 ///
 /// # Safety
-/// The CPU must have the instructions of `V`, and there must be room for the sums.
+/// The CPU must have the instructions of `V`, and the tile must have the rows.
 #[inline(always)]
-unsafe fn store_sums<V: Lanes, const ROWS: usize, const VECTORS: usize>(
-    sums: &[[V; VECTORS]; ROWS],
-    first: *mut f32,
+unsafe fn store_sums<V: Lanes, const ROWS: usize, const VECTORS: usize, const PANELS: usize>(
+    sums: &[[[V; VECTORS]; PANELS]; ROWS],
+    (tile, width): (*mut f32, usize),
 ) {
-    for (i, row) in sums.iter().enumerate() {
-        for (j, sum) in row.iter().enumerate() {
-            // SAFETY: the caller's promise.
-            unsafe { sum.store(first.add(i * SIDE + j * V::COUNT)) };
+    for (row, sums) in sums.iter().enumerate() {
+        for (panel, sums) in sums.iter().enumerate() {
+            for (j, sum) in sums.iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { sum.store(tile.add(row * width + panel * SIDE + j * V::COUNT)) };
+            }
         }
     }
 }
 
-/// Adds the products of `units` units of depth from `first` on to the sums of a group of rows of a tile, which are `width` apart.
+/// Adds products to the sums of a group of rows in a tile, whose rows are `width` apart; the first step overwrites them.
 ///
 /// # Safety
-/// The CPU must have the instructions of `V`; the rows and the packed lines must hold the units, and the tile the group.
+/// As [`add_products`] and [`store_sums`].
 #[inline(always)]
 unsafe fn add_to_tile<V: Lanes, const VECTORS: usize, const PANELS: usize>(
     (tile, width): (*mut f32, usize),
+    is_first: bool,
+    lines: &[*const u32],
+    depth: (usize, usize),
+    packed: [*const u32; PANELS],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut sums = [[[V::zero(); VECTORS]; PANELS]; GROUP];
+        if !is_first {
+            for (row, sums) in sums.iter_mut().enumerate() {
+                for (panel, sums) in sums.iter_mut().enumerate() {
+                    for (j, sum) in sums.iter_mut().enumerate() {
+                        *sum =
+                            V::load(tile.add(row * width + panel * SIDE + j * V::COUNT).cast_const().cast());
+                    }
+                }
+            }
+        }
+        add_products(&mut sums, lines, depth, packed);
+        store_sums(&sums, (tile, width));
+    }
+}
+
+/// Adds to the sums the products of packed panels and of the lines of rows, which hold the same units of depth from `first` on.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`; the lines and the panels must hold the units.
+#[inline(always)]
+unsafe fn add_products<V: Lanes, const ROWS: usize, const VECTORS: usize, const PANELS: usize>(
+    sums: &mut [[[V; VECTORS]; PANELS]; ROWS],
     lines: &[*const u32],
     (first, units): (usize, usize),
     packed: [*const u32; PANELS],
 ) {
-    let lines: [*const u32; GROUP] = std::array::from_fn(|row| lines[row]);
-    let place = |row: usize, panel: usize, j: usize| row * width + panel * SIDE + j * V::COUNT;
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut sums = [[[V::zero(); VECTORS]; PANELS]; GROUP];
-        for (row, sums) in sums.iter_mut().enumerate() {
-            for (panel, sums) in sums.iter_mut().enumerate() {
-                for (j, sum) in sums.iter_mut().enumerate() {
-                    *sum = V::load(tile.add(place(row, panel, j)).cast_const().cast());
-                }
-            }
-        }
-        for unit in 0..units {
+    let lines = &lines[..ROWS];
+    for unit in 0..units {
+        // SAFETY: the caller's promise.
+        unsafe {
             let mut columns = [[V::zero(); VECTORS]; PANELS];
             for (columns, packed) in columns.iter_mut().zip(packed) {
                 for (j, column) in columns.iter_mut().enumerate() {
@@ -420,42 +422,6 @@ unsafe fn add_to_tile<V: Lanes, const VECTORS: usize, const PANELS: usize>(
                     for (sum, y) in sums.iter_mut().zip(columns) {
                         *sum = V::multiply_add(x, y, *sum);
                     }
-                }
-            }
-        }
-        for (row, sums) in sums.iter().enumerate() {
-            for (panel, sums) in sums.iter().enumerate() {
-                for (j, sum) in sums.iter().enumerate() {
-                    sum.store(tile.add(place(row, panel, j)));
-                }
-            }
-        }
-    }
-}
-
-/// Adds to the sums the products of `units` packed units of depth of the lines and those of the rows from `first` on.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`; the rows and the packed lines must hold the units.
-#[inline(always)]
-unsafe fn add_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
-    sums: &mut [[V; VECTORS]; ROWS],
-    rows: &ThinRows,
-    first: usize,
-    packed: &[u32],
-    units: usize,
-) {
-    for unit in 0..units {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let mut columns = [V::zero(); VECTORS];
-            for (j, column) in columns.iter_mut().enumerate() {
-                *column = V::load(packed.as_ptr().add(unit * SIDE + j * V::COUNT));
-            }
-            for (row, line) in sums.iter_mut().zip(rows.lines) {
-                let x = V::splat(line.add(first + unit).read_unaligned());
-                for (sum, y) in row.iter_mut().zip(columns) {
-                    *sum = V::multiply_add(x, y, *sum);
                 }
             }
         }

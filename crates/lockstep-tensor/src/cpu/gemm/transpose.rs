@@ -4,6 +4,8 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
+use crate::cpu::simd::prefetch;
+
 /// Side of the blocks that are read, transposed and written at once.
 pub(in crate::cpu) const SIDE: usize = 16;
 
@@ -15,6 +17,16 @@ pub(in crate::cpu) type Block = [[u32; SIDE]; SIDE];
 pub(in crate::cpu) struct Square<P> {
     pub(in crate::cpu) first: P,
     pub(in crate::cpu) stride: usize,
+}
+
+impl Square<*const u32> {
+    /// Fetches the lines of the square that lies `bytes` further into the cache.
+    #[inline(always)]
+    pub(super) fn fetch(self, bytes: usize) {
+        for line in 0..SIDE {
+            prefetch(self.first.wrapping_add(line * self.stride).wrapping_byte_add(bytes));
+        }
+    }
 }
 
 /// Transposes in portable code.

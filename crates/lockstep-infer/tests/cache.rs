@@ -178,6 +178,19 @@ fn more_tokens_than_positions_are_refused() {
     assert!(matches!(error, InferError::TooLong { tokens: 33, allowed: 32 }), "{error}");
 }
 
+#[test]
+fn encoders_and_classifiers_are_refused_by_name() {
+    for (model, model_type) in [("bert", "bert"), ("bert_classifier", "bert"), ("llama_classifier", "llama")]
+    {
+        let loaded = LoadedModel::open(&fixture(model), 1).unwrap();
+        let Err(error) = Generator::new(&loaded, 8) else { panic!("{model} generates") };
+        assert!(
+            error.to_string().contains(&format!("model of type {model_type} generates no text")),
+            "{error}"
+        );
+    }
+}
+
 /// Returns the tokens and their log-probabilities of requests that a scheduler generates together.
 fn scheduled(model: &LoadedModel, requests: Vec<Request>, options: SchedulerOptions) -> Vec<Vec<(u32, u32)>> {
     let mut scheduler = Scheduler::new(model, options).unwrap();

@@ -584,8 +584,8 @@ impl Run<'_> {
         let row = evaluate(config, ranks, &**valid, engine, reported, self.counters.step)?;
         self.records.pause("evaluation", begin);
         tracing::debug!(step = row.step, loss = row.loss, ms = row.ms, "evaluated");
-        self.progress.evaluation(&row);
         self.records.append(&row, |text| self.progress.message(text));
+        self.progress.evaluation(&row);
         self.evaluated = Some((row.step, row.loss));
         self.eval_metrics = row.metrics;
         Ok(())

@@ -59,6 +59,21 @@ pub struct Batch<'a> {
     pub inputs: &'a [Tensor],
 }
 
+impl<'a> Batch<'a> {
+    /// Creates a batch of tokens at their positions, without labels, documents, dropout, constants and named inputs.
+    pub fn new(ids: View<'a>, positions: View<'a>) -> Self {
+        Self {
+            ids,
+            labels: None,
+            positions,
+            document_starts: None,
+            dropout_keys: None,
+            constants: &[],
+            inputs: &[],
+        }
+    }
+}
+
 /// The buffers, groups and settings of one replay.
 #[derive(Clone, Copy)]
 pub struct Replay<'a> {

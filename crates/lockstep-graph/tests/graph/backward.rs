@@ -296,13 +296,11 @@ impl World {
                 &self.queue,
                 store,
                 Batch {
-                    ids: self.ids.view(),
                     labels: Some(self.labels.view()),
-                    positions: self.positions.view(),
-                    document_starts: None,
                     dropout_keys: Some(self.keys.view()),
                     constants: &self.constants,
                     inputs: &self.inputs,
+                    ..Batch::new(self.ids.view(), self.positions.view())
                 },
                 &frame,
                 &workspace,

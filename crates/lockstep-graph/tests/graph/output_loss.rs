@@ -72,15 +72,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         ..Replay::new(
             &queue,
             &layer,
-            Batch {
-                ids: ids.view(),
-                labels: Some(labels.view()),
-                positions: ids.view(),
-                document_starts: None,
-                dropout_keys: None,
-                constants: &[],
-                inputs: &[],
-            },
+            Batch { labels: Some(labels.view()), ..Batch::new(ids.view(), ids.view()) },
             &frame,
             &workspace,
         )

@@ -188,21 +188,7 @@ fn run(
     let replay = Replay {
         input: Some(x.view()),
         peers: group.map(|group| Peers { group, limit: Duration::from_secs(60) }),
-        ..Replay::new(
-            &queue,
-            &store,
-            Batch {
-                ids: ids.view(),
-                labels: None,
-                positions: ids.view(),
-                document_starts: None,
-                dropout_keys: None,
-                constants: &[],
-                inputs: &[],
-            },
-            &frame,
-            &workspace,
-        )
+        ..Replay::new(&queue, &store, Batch::new(ids.view(), ids.view()), &frame, &workspace)
     };
     program.forward(&replay).unwrap();
     let (of_y, of_x) = (Some(dy.view()), Some(dx.view()));

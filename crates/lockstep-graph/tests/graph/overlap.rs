@@ -191,13 +191,9 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
             &queue,
             &store,
             Batch {
-                ids: positions.view().reshape([tokens]),
-                labels: None,
-                positions: positions.view().reshape([tokens]),
-                document_starts: None,
                 dropout_keys: Some(keys.view()),
                 constants: &constants,
-                inputs: &[],
+                ..Batch::new(positions.view().reshape([tokens]), positions.view().reshape([tokens]))
             },
             &frame,
             &workspace,

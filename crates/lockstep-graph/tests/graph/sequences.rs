@@ -180,13 +180,9 @@ impl Bench {
                 &self.queue,
                 store,
                 Batch {
-                    ids: positions.view(),
-                    labels: None,
-                    positions: positions.view(),
-                    document_starts: None,
                     dropout_keys: Some(keys.view()),
-                    constants: &[],
                     inputs: &self.inputs,
+                    ..Batch::new(positions.view(), positions.view())
                 },
                 &frame,
                 &workspace,

@@ -41,16 +41,32 @@ impl TokenizerSource {
     }
 }
 
+/// Returns a model's configuration without dropout.
+///
+/// # Errors
+/// If the model is no causal language model.
+pub(crate) fn causal_config(directory: &ModelDirectory) -> Result<ModelConfig, InferError> {
+    let config = directory.config().without_dropout();
+    // Encoders and classifiers have inputs besides tokens: an attention mask, images, the place of the last token.
+    if config.vocab_size() == 0 || !config.model().inputs().is_empty() {
+        return Err(InferError::NotCausal { model_type: config.model_type().to_owned() });
+    }
+    Ok(config)
+}
+
 impl ModelDescription {
     /// Reads the description of a model.
-    pub fn of(directory: &ModelDirectory) -> Self {
-        Self {
-            config: directory.config().without_dropout(),
+    ///
+    /// # Errors
+    /// If the model is no causal language model.
+    pub fn of(directory: &ModelDirectory) -> Result<Self, InferError> {
+        Ok(Self {
+            config: causal_config(directory)?,
             tokenizer: TokenizerSource::of(directory),
             generation: directory.generation_config(),
             has_chats: directory.has_chats(),
             name: directory.path().display().to_string(),
-        }
+        })
     }
 
     /// Returns the model's configuration, without dropout.

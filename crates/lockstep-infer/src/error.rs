@@ -70,7 +70,9 @@ pub enum InferError {
         allowed: usize,
     },
     /// The model does not predict next tokens.
-    #[error("a model of type {model_type} generates no text: it is an encoder or a classifier")]
+    #[error(
+        "a model of type {model_type} generates no text and has no perplexity: it is an encoder or a classifier"
+    )]
     NotCausal {
         /// Type of the model.
         model_type: String,

@@ -72,13 +72,9 @@ impl<'m> Forward<'m> {
     /// Records the programs for one token.
     ///
     /// # Errors
-    /// If the model is no causal language model, or memory runs out.
+    /// If memory runs out.
     pub(crate) fn new(model: &'m LoadedModel) -> Result<Self, InferError> {
         let one = model.record(1, 1, HeadOutput::Logits);
-        // Encoders have inputs besides tokens, such as an attention mask.
-        if !one.inputs().is_empty() || one.classes() > 0 || one.vocabulary() == 0 {
-            return Err(InferError::NotCausal { model_type: model.config.model_type().to_owned() });
-        }
         let constants = one.constants().iter().map(|constant| constant.allocate(&model.arena));
         let constants = constants.collect::<Result<_, TensorError>>()?;
         let memory = Memory::new(model, Sizes::default())?;
@@ -279,15 +275,8 @@ impl Unit<'_> {
         let held = model.weights.begin(&*model.queue, unit)?;
         let weights = model.weights.weights(in_place, held.as_deref());
         let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
-        let batch = Inputs {
-            ids: memory.ids.view().rows(0..rows),
-            labels: None,
-            positions: memory.positions.view().rows(0..rows),
-            document_starts: None,
-            dropout_keys: None,
-            constants,
-            inputs: &[],
-        };
+        let [ids, positions] = [&memory.ids, &memory.positions].map(|words| words.view().rows(0..rows));
+        let batch = Inputs { constants, ..Inputs::new(ids, positions) };
         programs.program(unit).forward(&Replay {
             input,
             cache,

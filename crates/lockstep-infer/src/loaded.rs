@@ -39,7 +39,7 @@ impl LoadedModel {
     /// Loads a Hugging Face directory, a GGUF file or a checkpoint of a run, in the type of its files, to run on `threads` threads.
     ///
     /// # Errors
-    /// If a file is missing, damaged or does not fit the model, or if memory runs out.
+    /// If a file is missing, damaged or does not fit the model, the model is no causal language model, or memory runs out.
     pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
         Self::load(&ModelDirectory::open(dir)?, LoadOptions { threads, dtype: None })
     }
@@ -52,10 +52,11 @@ impl LoadedModel {
     pub fn load(directory: &ModelDirectory, options: LoadOptions) -> Result<Self, InferError> {
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         let arena = Arena::new();
-        let recorded = record(&directory.config().without_dropout(), dtype, [1, 1], HeadOutput::Logits);
+        let description = ModelDescription::of(directory)?;
+        let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits);
         let weights = ModelWeights::load(directory, recorded.records(), dtype, &arena)?;
         let queue = queue(&arena, options.threads)?;
-        Ok(Self::of(directory, weights, (dtype, CHUNK), arena, queue))
+        Ok(Self::of(description, weights, (dtype, CHUNK), arena, queue))
     }
 
     /// Loads a model as a plan places it, on as many threads as the plan has: resident weights are read into memory, the others
@@ -69,17 +70,16 @@ impl LoadedModel {
         let (arena, dtype) = (Arena::new(), parts.dtype());
         let queue = queue(&arena, threads)?;
         let weights = ModelWeights::load_placed(directory, parts, (&resident, buffers), &arena, &*queue)?;
-        Ok(Self::of(directory, weights, (dtype, chunk_tokens), arena, queue))
+        Ok(Self::of(ModelDescription::of(directory)?, weights, (dtype, chunk_tokens), arena, queue))
     }
 
     fn of(
-        directory: &ModelDirectory,
+        description: ModelDescription,
         weights: ModelWeights,
         (dtype, chunk_tokens): (DType, usize),
         arena: Arena,
         queue: Box<dyn Queue>,
     ) -> Self {
-        let description = ModelDescription::of(directory);
         let config = description.config().clone();
         Self { config, weights, dtype, arena, queue, chunk_tokens, description }
     }

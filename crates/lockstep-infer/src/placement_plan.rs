@@ -15,6 +15,7 @@ use lockstep_tensor::{DiskIo, Workers, host::available_memory_bytes};
 
 use crate::{
     InferError,
+    description::causal_config,
     device_map::{
         Device, DeviceMap, Item, MemoryLimits, ModelParts, Module, Order, Placement, Role, WeightPlace,
         least_bytes, no_gpu, place, residences,
@@ -137,13 +138,13 @@ impl InferencePlan {
     /// Places a model whose weights are used in type `dtype`.
     ///
     /// # Errors
-    /// If a limit is too small, a device does not exist, or a given map does not fit the model.
+    /// If the model is no causal language model, a limit is too small, a device does not exist, or a given map does not fit the model.
     pub fn new(directory: &ModelDirectory, dtype: DType, request: &PlanRequest) -> Result<Self, InferError> {
         let gpus: Vec<String> = request.limits.gpus.iter().map(|&(number, _)| no_gpu(number)).collect();
         if !gpus.is_empty() {
             return Err(InferError::DeviceMap { origin: "--max-memory".to_owned(), problems: gpus });
         }
-        let config = directory.config().without_dropout();
+        let config = causal_config(directory)?;
         let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits);
         let mut parts = ModelParts::new(directory, &recorded, dtype);
         if let Some(dir) = &request.offload_dir {

@@ -180,10 +180,10 @@ fn more_tokens_than_positions_are_refused() {
 
 #[test]
 fn encoders_and_classifiers_are_refused_by_name() {
-    for (model, model_type) in [("bert", "bert"), ("bert_classifier", "bert"), ("llama_classifier", "llama")]
+    for (model, model_type) in
+        [("bert", "bert"), ("bert_classifier", "bert"), ("llama_classifier", "llama"), ("vit", "vit")]
     {
-        let loaded = LoadedModel::open(&fixture(model), 1).unwrap();
-        let Err(error) = Generator::new(&loaded, 8) else { panic!("{model} generates") };
+        let Err(error) = LoadedModel::open(&fixture(model), 1) else { panic!("{model} generates") };
         assert!(
             error.to_string().contains(&format!("model of type {model_type} generates no text")),
             "{error}"

@@ -79,7 +79,7 @@ impl FoundModel {
         if let Some(adapter) = adapter {
             directory = directory.with_adapter(adapter)?;
         }
-        let description = ModelDescription::of(&directory);
+        let description = ModelDescription::of(&directory)?;
         Ok(Self { directory, description, options, placement: placement.clone() })
     }
 

@@ -168,6 +168,11 @@ fn mistakes_with_models_and_generation_have_one_message_that_names_the_way_out()
     }
     workshop.write("hf/generation_config.json", "{}");
     workshop.run(&["generate", "--model", "nothing", "--prompt", "a"]).fails(2, &["nothing/config.json"]);
+    let images = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/vit");
+    for command in [&["plan", "--inference"][..], &["bench", "generate"], &["generate", "--prompt", "a"]] {
+        let arguments = [command, &["--model", images]].concat();
+        workshop.run(&arguments).fails(2, &["a model of type vit generates no text"]);
+    }
     workshop.run(&["models", "llama9"]).fails(2, &["llama9", "lockstep models"]);
     workshop.write("hf/tokenizer.json", TOKENIZER);
     workshop.write("hf/chat_template.jinja", "{{ raise_exception('roles must alternate') }}");

@@ -3,13 +3,13 @@
 //! Redirects are followed here and not by the HTTP library, because the token must not leave the hub's own host, and because the
 //! hub describes a file in the headers of the redirect.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ureq::http::{HeaderMap, Response, header};
-use ureq::{Agent, Body};
+use ureq::{Agent, Body, Timeout};
 
 use crate::error::HubError;
 use crate::settings::{Settings, Token};
@@ -18,6 +18,8 @@ use crate::url::{Origin, shown, target};
 
 /// Number of attempts of a request that the network or the server fails.
 pub(crate) const ATTEMPTS: u32 = 5;
+/// Number of attempts to connect to a server that has not answered yet.
+const FIRST_ATTEMPTS: u32 = 2;
 /// Longest wait that a server may ask for.
 const MAX_DELAY: Duration = Duration::from_secs(300);
 /// Largest number of redirects of a request.
@@ -48,6 +50,8 @@ pub(crate) enum Failure {
     Final(HubError),
     /// Another attempt may succeed, `after` the time that the server asks for.
     Passing { url: String, reason: String, after: Option<Duration> },
+    /// There is no connection to the server.
+    Unconnected { url: String, reason: String },
 }
 
 impl From<HubError> for Failure {
@@ -120,6 +124,8 @@ pub(crate) struct Client {
     token: Option<Token>,
     first_delay: Duration,
     has_tls: Result<(), &'static str>,
+    /// True once the hub has answered.
+    is_reached: AtomicBool,
 }
 
 impl Client {
@@ -149,7 +155,14 @@ impl Client {
             config = config.tls_config(tls);
         }
         let agent = config.build().new_agent();
-        Ok(Self { agent, hub, token: settings.token.clone(), first_delay: settings.first_delay, has_tls })
+        Ok(Self {
+            agent,
+            hub,
+            token: settings.token.clone(),
+            first_delay: settings.first_delay,
+            has_tls,
+            is_reached: AtomicBool::new(false),
+        })
     }
 
     /// Returns true if requests carry a token.
@@ -157,9 +170,10 @@ impl Client {
         self.token.is_some()
     }
 
-    /// Returns the attempts of one request.
+    /// Returns the attempts of one request. The first request to a server gives up early where there is no network.
     pub(crate) fn retries(&self) -> Retries {
-        Retries { made: 0, delay: self.first_delay }
+        let connecting = if self.is_reached.load(Ordering::Relaxed) { ATTEMPTS } else { FIRST_ATTEMPTS };
+        Retries { made: 0, connecting, delay: self.first_delay }
     }
 
     /// Sends a request until it succeeds or the attempts are used up. `answered` judges and reads the answer.
@@ -210,6 +224,7 @@ impl Client {
                 request = request.header(header::AUTHORIZATION, token.bearer());
             }
             let response = request.call().map_err(|error| failure_of(&url, error))?;
+            self.is_reached.store(true, Ordering::Relaxed);
             if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
                 return Ok(Answer { url, response });
             }
@@ -246,6 +261,8 @@ pub(crate) fn passing_status(answer: &Answer) -> Option<Failure> {
 #[derive(Debug)]
 pub(crate) struct Retries {
     made: u32,
+    /// Number of attempts to connect.
+    connecting: u32,
     delay: Duration,
 }
 
@@ -260,13 +277,14 @@ impl Retries {
         stop: &AtomicBool,
         note: &dyn Fn(&str),
     ) -> Result<(), HubError> {
-        let (url, reason, after) = match failure {
+        let (url, reason, after, attempts) = match failure {
             Failure::Final(error) => return Err(error),
-            Failure::Passing { url, reason, after } => (url, reason, after),
+            Failure::Passing { url, reason, after } => (url, reason, after, ATTEMPTS),
+            Failure::Unconnected { url, reason } => (url, reason, None, self.connecting),
         };
         self.made += 1;
         let delay = after.unwrap_or(self.delay).max(self.delay);
-        if self.made >= ATTEMPTS || stop.load(Ordering::Relaxed) {
+        if self.made >= attempts || stop.load(Ordering::Relaxed) {
             return Err(HubError::Unreachable { url, reason, attempts: self.made });
         }
         if delay > MAX_DELAY {
@@ -291,18 +309,24 @@ impl Retries {
 /// Returns the failure of a request without an answer.
 fn failure_of(url: &str, error: ureq::Error) -> Failure {
     use ureq::Error;
-    let reason = match &error {
-        Error::Timeout(_) => "the server is silent".to_owned(),
-        Error::HostNotFound => "the host is not known".to_owned(),
+    let unconnected = |reason: String| Failure::Unconnected { url: shown(url), reason };
+    match error {
+        Error::HostNotFound => unconnected("the host is not known".to_owned()),
+        Error::Timeout(Timeout::Resolve | Timeout::Connect) | Error::ConnectionFailed => {
+            unconnected("the host does not answer".to_owned())
+        }
+        Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            unconnected(error.to_string())
+        }
+        Error::Timeout(_) => Failure::passing(url, "the server is silent"),
         Error::Http(_) | Error::BadUri(_) | Error::InvalidProxyUrl => {
-            return HubError::Answer { url: shown(url), reason: error.to_string() }.into();
+            HubError::Answer { url: shown(url), reason: error.to_string() }.into()
         }
         Error::Rustls(error) => {
             let reason =
                 format!("no trusted connection: {error}; SSL_CERT_FILE names other authorities to trust");
-            return HubError::Answer { url: shown(url), reason }.into();
+            HubError::Answer { url: shown(url), reason }.into()
         }
-        error => error.to_string(),
-    };
-    Failure::passing(url, reason)
+        error => Failure::passing(url, error.to_string()),
+    }
 }

@@ -85,7 +85,7 @@ pub enum HubError {
     },
     /// The server cannot be reached, or its answers break off.
     #[error(
-        "{url}: {reason}; tried {attempts} times. Check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use the cache alone"
+        "{url}: {reason}; after {attempts} attempts. Check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use the cache alone"
     )]
     Unreachable {
         /// Address of the last request, without its query.

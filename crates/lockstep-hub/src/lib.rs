@@ -4,10 +4,12 @@
 //! the snapshot in the cache if it has all files that are needed, without any traffic, else a download. [`Hub::update`] asks the
 //! hub for the newest commit. Layout, names and locks of the cache are those of the Python package, so both share downloads.
 //!
-//!     models--org--name/refs/main                        the commit of a branch
-//!     models--org--name/snapshots/COMMIT/config.json ->  ../../blobs/ETAG
-//!     models--org--name/blobs/ETAG                       contents; ETAG.incomplete while they arrive
-//!     .locks/models--org--name/ETAG.lock                 one process downloads a blob, the others wait
+//! ```text
+//! models--org--name/refs/main                        the commit of a branch
+//! models--org--name/snapshots/COMMIT/config.json ->  ../../blobs/ETAG
+//! models--org--name/blobs/ETAG                       contents; ETAG.incomplete while they arrive
+//! .locks/models--org--name/ETAG.lock                 one process downloads a blob, the others wait
+//! ```
 //!
 //! Nothing that a server says is trusted: names, sizes, redirects and hashes are checked before they are used.
 

@@ -1,4 +1,5 @@
 //! Finding and downloading of models, against a hub on loopback.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod downloads;
 mod refusals;

@@ -56,7 +56,7 @@ struct State {
     requests: Vec<Request>,
     /// Faults: part of the path, how often, and the deviation.
     faults: Vec<(String, usize, Fault)>,
-    /// Bytes a second of bodies, if they are slow.
+    /// Wait before each body.
     delay: Option<Duration>,
     /// Files listed beside those that are there.
     extra: Vec<String>,

@@ -15,6 +15,14 @@ pub enum Error {
     /// No model has the given name, or the model cannot be used this way.
     #[error("{0}")]
     NoModel(String),
+    /// A repository cannot be found or downloaded.
+    #[error("{prefix}{source}")]
+    Hub {
+        /// Words before the message, for a name that might be a path.
+        prefix: String,
+        /// Error of the search.
+        source: Box<lockstep_hub::HubError>,
+    },
     /// The configuration file cannot be read.
     #[error("cannot read the configuration {}: {source}", path.display())]
     ReadConfiguration {

@@ -40,7 +40,8 @@ sections! {
         /// A named architecture, such as `llama-60m`.
         preset: Option<String> = None,
             rules().when_absent("`llama-15m`, unless `path` or `model_type` is given").defines_numbers();
-        /// A directory with a Hugging Face `config.json`.
+        /// A directory with a Hugging Face `config.json`, a GGUF file, a checkpoint, or a repository of Hugging Face: `org/name`,
+        /// `hf://org/name@revision`. Files that its cache lacks are downloaded, the weights only with `from_pretrained`.
         path: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
         /// A model family, such as `llama`; its sizes are given as overrides.
         model_type: Option<String> = None, rules().when_absent("none").defines_numbers();
@@ -68,7 +69,7 @@ sections! {
         /// and `cifar100` take the directory of the data set, of which `valid` reads the test part; `idx` takes images, and `labels`;
         /// `image_folder` a directory with one of images per class; `webdataset` and `tfrecord` take shards (`train-{000..099}.tar`).
         format: DataFormat = DataFormat::Auto, rules().defines_numbers();
-        /// `bytes`, or the path of a `tokenizer.json`. Files of tokens need none.
+        /// `bytes`, the path of a `tokenizer.json`, or a repository of Hugging Face (`org/name`). Files of tokens need none.
         tokenizer: Option<TokenizerSource> = None,
             rules().when_absent("the one in the model's directory, else `bytes`").defines_numbers();
         /// The type of the ids in raw token files (`format = "tokens"`), little-endian.

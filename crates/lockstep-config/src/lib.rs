@@ -15,6 +15,7 @@ mod check;
 mod choices;
 mod data_problems;
 mod declare;
+mod download_progress;
 mod engine_options;
 mod error;
 pub mod foreign_names;
@@ -57,9 +58,12 @@ pub use keys::{
     CheckpointConfig, DEFAULT_PRESET, DataConfig, FineTuneConfig, KEYS, MetricsConfig, ModelConfig,
     OptimizerConfig, ParallelConfig, RunConfig, SECTIONS, ScheduleConfig, TrainConfig,
 };
+pub use lockstep_hub::Need;
 pub use manual::configuration_markdown;
 pub use model::{ResolvedModel, named_model, overrides_of, resolve_model};
-pub use model_name::{NamedModel, config_of, find_model, find_weights};
+pub use model_name::{
+    NamedModel, config_of, fetch_model, find_local_model, find_model, find_tokenizer, find_weights,
+};
 pub use plan_file::{PlanFile, recompute_setting, settings_between};
 pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};

@@ -11,9 +11,10 @@ use serde_json::Value;
 use crate::check::{Purpose, check};
 use crate::ineffective_keys::no_effect;
 use crate::model::fixed_seq_len;
-use crate::model_name::{NamedModel, find_model};
+use crate::model_name::{NamedModel, find_model, find_tokenizer, find_weights};
 use crate::reader::Reader;
 use crate::sources::Entries;
+use crate::value::TokenizerSource;
 use crate::{Error, Imported, KEYS, Origin, PlanFile, Problem, Problems, RunConfig, Setting};
 
 /// Largest size of a configuration file, in bytes.
@@ -61,42 +62,43 @@ impl RunConfig {
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Error> {
         let parse = |text: &str, name: &str| Self::parse_to(purpose, text, name, imported, plan, arguments);
-        let Some(path) = path else { return parse("", "RUN.toml")?.with_found_model() };
+        let Some(path) = path else { return parse("", "RUN.toml")?.with_found(purpose) };
         let text =
             read_text(path).map_err(|source| Error::ReadConfiguration { path: path.to_owned(), source })?;
         let name = path.display().to_string();
-        parse(&text, &name)?.with_found_model()
+        parse(&text, &name)?.with_found(purpose)
     }
 
-    /// Resolves the name of the run's model to a preset or a directory.
+    /// Resolves the names of the run's model and tokenizer to a preset, directories and files. Repositories that are not in the
+    /// cache are downloaded, with their weights if the run starts from these.
     ///
     /// # Errors
-    /// If nothing has that name, or a preset's weights are asked for.
-    pub fn with_found_model(mut self) -> Result<Self, Error> {
+    /// If nothing has a name, a preset's weights are asked for, or a download fails.
+    pub fn with_found_model(self) -> Result<Self, Error> {
+        self.with_found(Purpose::Run)
+    }
+
+    fn with_found(self, purpose: Purpose) -> Result<Self, Error> {
+        self.with_named_model(purpose)?.with_named_tokenizer(purpose)
+    }
+
+    fn with_named_model(mut self, purpose: Purpose) -> Result<Self, Error> {
         let model = &self.model;
         let (key, name) = match (&model.path, &model.preset) {
             (Some(path), _) => ("model.path", path.display().to_string()),
             (None, Some(preset)) => ("model.preset", preset.clone()),
             _ => return Ok(self),
         };
-        let found = match find_model(&name) {
-            Err(Error::NoModel(what)) => {
-                return Err(Error::Configuration(self.problem(key, what, "").into()));
-            }
-            found => found?,
+        let needs_weights = model.from_pretrained && purpose == Purpose::Run;
+        let found = match needs_weights {
+            true => find_weights(&name).map(NamedModel::Directory),
+            false => find_model(&name),
         };
+        let found = found.map_err(|error| self.at(key, error))?;
         let origin = self.origin(key);
         self.origins.remove(key);
         (self.model.preset, self.model.path) = match found {
             NamedModel::Preset(preset) => {
-                if self.model.from_pretrained {
-                    let what = format!(
-                        "{name} is no directory here and not in the cache of Hugging Face: it is known as the preset {preset}, an \
-                         architecture without weights"
-                    );
-                    let allowed = "a directory with weights (`hf download` of Hugging Face fetches one), or model.from_pretrained = false";
-                    return Err(Error::Configuration(self.problem(key, what, allowed).into()));
-                }
                 self.origins.insert("model.preset".to_owned(), origin);
                 (Some(preset), None)
             }
@@ -106,6 +108,28 @@ impl RunConfig {
             }
         };
         Ok(self)
+    }
+
+    fn with_named_tokenizer(mut self, purpose: Purpose) -> Result<Self, Error> {
+        let Some(TokenizerSource::File(path)) =
+            self.data.tokenizer.as_ref().filter(|_| purpose == Purpose::Run)
+        else {
+            return Ok(self);
+        };
+        let key = "data.tokenizer";
+        let found = find_tokenizer(&path.display().to_string()).map_err(|error| self.at(key, error))?;
+        self.data.tokenizer = Some(TokenizerSource::File(found.into()));
+        Ok(self)
+    }
+
+    /// Adds the place of a key to an error about its name; failures of the network and of disks stay as they are.
+    fn at(&self, key: &str, error: Error) -> Error {
+        let is_of_name = match &error {
+            Error::NoModel(_) => true,
+            Error::Hub { source, .. } => source.kind() == lockstep_hub::ErrorKind::Configuration,
+            _ => false,
+        };
+        if is_of_name { Error::Configuration(self.problem(key, error.to_string(), "").into()) } else { error }
     }
 
     /// Reads TOML text, called `name` in messages, and applies the `--set` arguments in their order.

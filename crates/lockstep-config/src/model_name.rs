@@ -1,15 +1,16 @@
-//! Finds a model by any of its names: a preset, a directory, a checkpoint, or a Hugging Face repository in the local cache.
+//! Finds a model by any of its names: a preset, a directory, a checkpoint, or a repository of a hub of Hugging Face.
 //!
-//! Nothing is downloaded. The cache has the layout of `huggingface_hub`: `models--ORG--NAME/refs/main` names a commit, and
-//! `models--ORG--NAME/snapshots/COMMIT` holds its files.
+//! A path that exists wins. Repositories are found in the cache of `huggingface_hub`, else downloaded into it (`lockstep-hub`):
+//! `hf://org/name` always names one, `org/name` where it is neither a path nor an architecture that is known as a preset.
 
 use std::path::{Path, PathBuf};
-use std::{env, fs};
 
 use lockstep_checkpoint::{ModelDirectory, list};
+use lockstep_hub::{Hub, HubError, ModelName, Need, Settings};
 use lockstep_model::{ModelConfig, presets};
 
 use crate::Error;
+use crate::download_progress::Shown;
 use crate::foreign_names::preset_of;
 
 /// The location of a model.
@@ -31,24 +32,48 @@ impl NamedModel {
     }
 }
 
-/// Finds a model by a name.
+/// Use of the network in a search.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Traffic {
+    /// Files that the cache lacks are downloaded.
+    Allowed,
+    /// Only this machine is searched.
+    Forbidden,
+}
+
+/// A search for a model.
+struct Search<'s> {
+    need: Need,
+    traffic: Traffic,
+    settings: &'s dyn Fn() -> Result<Settings, HubError>,
+}
+
+/// Finds a model by a name. Of a repository its configuration and tokenizer are downloaded.
+///
+/// # Errors
+/// If no preset, directory or repository has that name, or a download fails.
+pub fn find_model(name: &str) -> Result<NamedModel, Error> {
+    Search::new(Need::Configuration, Traffic::Allowed).find(name)
+}
+
+/// Finds a model by a name on this machine; nothing is downloaded.
 ///
 /// # Errors
 /// If no preset, directory or cached repository has that name.
-pub fn find_model(name: &str) -> Result<NamedModel, Error> {
-    find_in(name, &cache_directories(&|variable| env::var_os(variable).map(PathBuf::from)))
+pub fn find_local_model(name: &str) -> Result<NamedModel, Error> {
+    Search::new(Need::Configuration, Traffic::Forbidden).find(name)
 }
 
-/// Finds the directory of a model with weights.
+/// Finds the directory or the GGUF file of a model with weights, which are downloaded if its repository is not in the cache.
 ///
 /// # Errors
 /// As [`find_model`]; if the name is a preset, which has no weights.
 pub fn find_weights(name: &str) -> Result<PathBuf, Error> {
-    let found = find_model(name).map_err(|error| match error {
+    let found = Search::new(Need::Weights, Traffic::Allowed).find(name).map_err(|error| match error {
         // The list of presets, which have no weights, would not help.
         Error::Model(_) => Error::NoModel(format!(
-            "{name} is no directory, no checkpoint of a run, and no repository in the cache of Hugging Face; presets, as `lockstep models` lists \
-             them, have no weights"
+            "{name} is no directory, no checkpoint of a run, and no repository (org/name); presets, as `lockstep models` lists them, \
+             have no weights"
         )),
         error => error,
     });
@@ -56,9 +81,29 @@ pub fn find_weights(name: &str) -> Result<PathBuf, Error> {
         NamedModel::Directory(path) => Ok(path),
         NamedModel::Preset(preset) => Err(Error::NoModel(format!(
             "{name} is a preset ({preset}), an architecture without weights; give a directory, a checkpoint of a run, or a repository \
-             in the cache of Hugging Face"
+             (org/name)"
         ))),
     }
+}
+
+/// Downloads a repository into the cache of Hugging Face, or what has changed in it, and returns the path of its newest commit.
+///
+/// # Errors
+/// If the text names no repository, or a download fails.
+pub fn fetch_model(name: &str, need: Need) -> Result<PathBuf, Error> {
+    let fetched = || {
+        let model = ModelName::parse(name)?;
+        Hub::new(Settings::from_environment()?).update(&model, need, &Shown::default())
+    };
+    fetched().map_err(|source| Error::Hub { prefix: String::new(), source: Box::new(source) })
+}
+
+/// Returns the name by which a tokenizer is loaded: "bytes" and paths as they are, of a repository the `tokenizer.json`.
+///
+/// # Errors
+/// If the name has the form of a repository, and it can be neither found nor downloaded.
+pub fn find_tokenizer(name: &str) -> Result<String, Error> {
+    Search::new(Need::Tokenizer, Traffic::Allowed).tokenizer(name)
 }
 
 /// Returns the configuration of a model in a directory, or of a checkpoint.
@@ -81,45 +126,104 @@ pub fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
     }
 }
 
-fn find_in(name: &str, caches: &[PathBuf]) -> Result<NamedModel, Error> {
-    let path = Path::new(name);
-    if path.is_dir() {
-        // A directory of checkpoints stands for the newest; loading verifies every byte.
-        let is_model = ["config.json", "manifest.json"].iter().any(|file| path.join(file).exists());
-        let newest = if is_model { None } else { list(path)?.pop() };
-        return Ok(NamedModel::Directory(newest.map_or_else(|| path.to_owned(), |newest| newest.path)));
+impl Search<'_> {
+    fn new(need: Need, traffic: Traffic) -> Self {
+        Self { need, traffic, settings: &Settings::from_environment }
     }
-    if let Some(directory) = path.parent().filter(|_| path.is_file()) {
-        return of_file(path, directory);
+
+    fn find(&self, name: &str) -> Result<NamedModel, Error> {
+        let path = Path::new(name);
+        if path.is_dir() {
+            // A directory of checkpoints stands for the newest; loading verifies every byte.
+            let is_model = ["config.json", "manifest.json"].iter().any(|file| path.join(file).exists());
+            let newest = if is_model { None } else { list(path)?.pop() };
+            return Ok(NamedModel::Directory(newest.map_or_else(|| path.to_owned(), |newest| newest.path)));
+        }
+        if let Some(directory) = path.parent().filter(|_| path.is_file()) {
+            return of_file(path, directory);
+        }
+        let preset = |name: &str| Ok(NamedModel::Preset(name.to_owned()));
+        if let Some(known) = preset_called(name) {
+            return preset(known);
+        }
+        let is_address = name.contains("://");
+        if is_path(name) && !is_address {
+            return Err(Error::NoModel(format!("{name}: there is no such directory")));
+        }
+        let Ok(model) = ModelName::parse(name) else {
+            if is_address || name.contains('/') {
+                ModelName::parse(name).map_err(|source| hub_error(name, source))?;
+            }
+            // Its error lists the presets.
+            ModelConfig::preset(name)?;
+            return preset(name);
+        };
+        let hub = (self.settings)().map(Hub::new);
+        if let Some(path) = hub.as_ref().ok().and_then(|hub| hub.cached(&model, self.need)) {
+            return Ok(NamedModel::Directory(path));
+        }
+        let is_certain = name.starts_with("hf://");
+        // A published architecture is known without traffic; weights are not.
+        let may_be_preset = !is_certain
+            && model.revision().is_none()
+            && (self.need == Need::Configuration || !name.contains('/'));
+        if let Some(known) = preset_of_repository(model.repository()).filter(|_| may_be_preset) {
+            return preset(&known);
+        }
+        if !is_certain && !name.contains('/') {
+            ModelConfig::preset(name)?;
+            return preset(name);
+        }
+        // A mistyped path of a run is not looked for on the network.
+        let is_below_directory =
+            || path.parent().is_some_and(|parent| !parent.as_os_str().is_empty() && parent.is_dir());
+        if !is_address && is_below_directory() {
+            return Err(Error::NoModel(format!(
+                "{name}: there is no such directory; hf://{name} is a repository of that name"
+            )));
+        }
+        if self.traffic == Traffic::Forbidden {
+            return Err(Error::NoModel(format!(
+                "{name} is no directory here, and not in the cache of Hugging Face"
+            )));
+        }
+        let found = hub.and_then(|hub| hub.find(&model, self.need, &Shown::default()));
+        found.map(NamedModel::Directory).map_err(|source| hub_error(name, source))
     }
-    let id = repository(name)?;
-    let preset_called = |name: &str| {
-        presets().iter().map(|preset| preset.name.as_str()).find(|preset| preset.eq_ignore_ascii_case(name))
-    };
-    if let Some(preset) = preset_called(id) {
-        return Ok(NamedModel::Preset(preset.to_owned()));
+
+    fn tokenizer(&self, name: &str) -> Result<String, Error> {
+        let is_address = name.contains("://");
+        let is_repository = name.split('/').count() == 2 && !is_path(name) && !name.ends_with(".json");
+        if name == "bytes" || (!is_address && (!is_repository || Path::new(name).exists())) {
+            return Ok(name.to_owned());
+        }
+        match self.find(name)? {
+            NamedModel::Directory(directory) => Ok(directory.join("tokenizer.json").display().to_string()),
+            NamedModel::Preset(_) => Err(Error::NoModel(format!(
+                "{name} is no directory here, and not in the cache of Hugging Face; hf://{name} downloads its tokenizer"
+            ))),
+        }
     }
-    if let Some(snapshot) = caches.iter().find_map(|cache| snapshot(cache, id)) {
-        return Ok(NamedModel::Directory(snapshot));
-    }
-    let last = id.rsplit('/').next().unwrap_or(id);
+}
+
+/// Returns the error of a hub; a name that might have been meant as a path is told to be none.
+fn hub_error(name: &str, source: HubError) -> Error {
+    let prefix = if name.contains("://") { String::new() } else { format!("{name} is no directory here; ") };
+    Error::Hub { prefix, source: Box::new(source) }
+}
+
+fn preset_called(name: &str) -> Option<&'static str> {
+    presets().iter().map(|preset| preset.name.as_str()).find(|preset| preset.eq_ignore_ascii_case(name))
+}
+
+/// Returns the preset with the architecture of a published model.
+fn preset_of_repository(repository: &str) -> Option<String> {
+    let last = repository.rsplit('/').next().unwrap_or(repository);
     let last = last.strip_prefix("Meta-").or(last.strip_prefix("meta-")).unwrap_or(last);
-    let of_last = || preset_called(last);
-    if let Some(preset) = preset_of(id).or_else(|| preset_of(last)).or_else(of_last) {
-        return Ok(NamedModel::Preset(preset.to_owned()));
-    }
-    if is_path(id) {
-        return Err(Error::NoModel(format!("{name}: there is no such directory")));
-    }
-    if id.contains('/') {
-        return Err(Error::NoModel(format!(
-            "{id} is no directory here, and not in the cache of Hugging Face ({}); `hf download {id}` puts it there",
-            caches.first().map_or("none is set".to_owned(), |cache| cache.display().to_string())
-        )));
-    }
-    // Its error lists the presets.
-    ModelConfig::preset(name)?;
-    Ok(NamedModel::Preset(name.to_owned()))
+    preset_of(repository)
+        .or_else(|| preset_of(last))
+        .or_else(|| preset_called(last))
+        .map(|name| name.to_string())
 }
 
 /// Returns the directory of a model's file.
@@ -144,67 +248,25 @@ fn is_path(name: &str) -> bool {
     name.starts_with(['/', '.', '~']) || name.ends_with('/') || name.matches('/').count() > 1
 }
 
-/// Returns the repository that a name or a URL stands for.
-fn repository(name: &str) -> Result<&str, Error> {
-    let Some((scheme, rest)) = name.split_once("://") else { return Ok(name) };
-    let path = match (scheme, rest.split_once('/')) {
-        ("hf", _) => rest,
-        ("http" | "https", Some(("huggingface.co" | "hf.co", path))) => path,
-        _ => {
-            return Err(Error::NoModel(format!(
-                "{name} is an address, and nothing is downloaded; fetch the model, and give its directory"
-            )));
-        }
-    };
-    // The rest is `tree/main` and the like.
-    let end = path.match_indices('/').nth(1).map_or(path.len(), |(at, _)| at);
-    Ok(path[..end].trim_end_matches('/'))
-}
-
-/// Returns the directories of cached repositories, in order of precedence.
-fn cache_directories(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
-    let below = |name: &str, rest: &str| variable(name).map(|directory| directory.join(rest));
-    [
-        variable("HF_HUB_CACHE"),
-        variable("HUGGINGFACE_HUB_CACHE"),
-        below("HF_HOME", "hub"),
-        below("XDG_CACHE_HOME", "huggingface/hub"),
-        below("HOME", ".cache/huggingface/hub"),
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
-}
-
-/// Returns the snapshot of a cached repository: that of `main`, else the newest.
-fn snapshot(cache: &Path, id: &str) -> Option<PathBuf> {
-    let is_name = |part: &str| {
-        !part.is_empty()
-            && !part.starts_with('.')
-            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
-    };
-    if !id.split('/').all(is_name) || id.split('/').count() > 2 {
-        return None;
-    }
-    let repository = cache.join(format!("models--{}", id.replace('/', "--")));
-    let snapshots = repository.join("snapshots");
-    let commit = fs::read_to_string(repository.join("refs/main")).unwrap_or_default();
-    let main = snapshots.join(commit.trim());
-    if is_name(commit.trim()) && main.is_dir() {
-        return Some(main);
-    }
-    let entries = fs::read_dir(&snapshots).ok()?.flatten().filter(|entry| entry.path().is_dir());
-    let newest = entries.max_by_key(|entry| entry.metadata().and_then(|metadata| metadata.modified()).ok());
-    newest.map(|entry| entry.path())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn directory(path: &Path) {
         fs::create_dir_all(path).unwrap();
         fs::write(path.join("config.json"), "{}").unwrap();
+    }
+
+    /// Searches a cache; nothing is sent.
+    fn find_in(name: &str, need: Need, cache: &Path) -> Result<NamedModel, Error> {
+        let settings = || {
+            let mut settings = Settings::new(cache.to_owned(), "http://127.0.0.1:9");
+            settings.is_offline = true;
+            Ok(settings)
+        };
+        Search { need, traffic: Traffic::Allowed, settings: &settings }.find(name)
     }
 
     #[test]
@@ -218,18 +280,23 @@ mod tests {
         }
         fs::create_dir_all(cache.join("models--org--name/refs")).unwrap();
         fs::write(cache.join("models--org--name/refs/main"), "aaa\n").unwrap();
-        let caches = [temporary.path().join("none"), cache.clone()];
-        let found = |name: &str| find_in(name, &caches).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let found = |name: &str| {
+            find_in(name, Need::Configuration, &cache).unwrap_or_else(|error| panic!("{name}: {error}"))
+        };
         for name in [
             "org/name",
+            "org/name@aaa",
             "https://huggingface.co/org/name",
             "https://huggingface.co/org/name/tree/main",
             "hf://org/name",
         ] {
             assert_eq!(found(name), NamedModel::Directory(first.clone()), "{name}");
         }
+        assert_eq!(found("org/name@bbb"), NamedModel::Directory(second.clone()));
         assert_eq!(found("gpt2"), NamedModel::Directory(cache.join("models--gpt2/snapshots/ccc")));
-        assert_eq!(find_in("gpt2", &[]).unwrap(), NamedModel::Preset("gpt2-124m".to_owned()));
+        let none = temporary.path().join("none");
+        let gpt2 = find_in("gpt2", Need::Configuration, &none).unwrap();
+        assert_eq!(gpt2, NamedModel::Preset("gpt2-124m".to_owned()));
         for (name, preset) in [
             ("llama3-8b", "llama3-8b"),
             ("GPT2-124M", "gpt2-124m"),
@@ -244,19 +311,52 @@ mod tests {
     }
 
     #[test]
+    fn weights_of_a_published_model_are_those_of_its_repository() {
+        let temporary = tempfile::tempdir().unwrap();
+        for name in ["openai-community/gpt2", "hf://openai-community/gpt2", "hf://gpt2"] {
+            let error = find_in(name, Need::Weights, temporary.path()).unwrap_err().to_string();
+            assert!(error.contains("HF_HUB_OFFLINE forbids downloads"), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_tokenizer_is_named_by_path_or_repository() {
+        let temporary = tempfile::tempdir().unwrap();
+        let snapshot = temporary.path().join("models--org--name/snapshots/aaa");
+        directory(&snapshot);
+        fs::write(snapshot.join("tokenizer.json"), "{}").unwrap();
+        let settings = || {
+            let mut settings = Settings::new(temporary.path().to_owned(), "http://127.0.0.1:9");
+            settings.is_offline = true;
+            Ok(settings)
+        };
+        let search = Search { need: Need::Tokenizer, traffic: Traffic::Allowed, settings: &settings };
+        for path in ["bytes", "none/tokenizer.json", "/none/tokenizer.json", "none"] {
+            assert_eq!(search.tokenizer(path).unwrap(), path);
+        }
+        let file = snapshot.join("tokenizer.json").display().to_string();
+        assert_eq!(search.tokenizer("org/name").unwrap(), file);
+        assert_eq!(search.tokenizer("hf://org/name").unwrap(), file);
+        assert!(search.tokenizer("org/other").unwrap_err().to_string().contains("HF_HUB_OFFLINE"));
+    }
+
+    #[test]
     fn a_name_that_nothing_has_says_what_to_do() {
         let temporary = tempfile::tempdir().unwrap();
         let weights = temporary.path().join("model.bin");
         fs::write(&weights, "x").unwrap();
         for (name, part) in [
+            ("org/none", "org/none is no directory here; "),
             ("org/none", "`hf download org/none`"),
+            ("src/none", "src/none: there is no such directory; hf://src/none"),
             ("../../etc/passwd", "no such directory"),
-            ("https://example.org/model", "nothing is downloaded"),
+            ("https://example.org/model", "only addresses of huggingface.co"),
+            ("hf://org/name/pytorch_model.bin", "only GGUF files"),
             ("./none", "no such directory"),
             ("gpt5", "`lockstep models` lists them"),
             (weights.to_str().unwrap(), "config.json and safetensors"),
         ] {
-            let error = find_in(name, &[temporary.path().to_owned()]).unwrap_err().to_string();
+            let error = find_in(name, Need::Configuration, temporary.path()).unwrap_err().to_string();
             assert!(error.contains(part), "{name}: {error}");
         }
         assert!(find_weights("llama3-8b").unwrap_err().to_string().contains("without weights"));

@@ -161,6 +161,15 @@ impl From<lockstep_config::Error> for Failure {
         match error {
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => (*error).into(),
+            Error::Hub { ref source, .. } => {
+                let code = match source.kind() {
+                    lockstep_hub::ErrorKind::Configuration => CONFIGURATION,
+                    lockstep_hub::ErrorKind::CorruptInput => CORRUPT_INPUT,
+                    lockstep_hub::ErrorKind::Missing => MISSING,
+                    lockstep_hub::ErrorKind::Failed => FAILED,
+                };
+                Self { message: error.to_string(), code }
+            }
             error => Self::configuration(error.to_string()),
         }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use lockstep_checkpoint::MANIFEST_FILE;
-use lockstep_config::{NamedModel, RunConfig, find_model};
+use lockstep_config::{NamedModel, RunConfig, find_local_model, find_model};
 use lockstep_plan::Plan;
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::machine::{self, LocalMachine};
@@ -31,7 +31,7 @@ pub(crate) struct Arguments {
     pub(super) counts: counts::Counts,
     #[command(flatten)]
     pub(super) inference: InferenceArguments,
-    /// A model: a preset, such as llama3-8b, a directory with a config.json, a checkpoint, or a repository in the cache of Hugging Face
+    /// A model: a preset, such as llama3-8b, a directory with a config.json, a checkpoint, or a repository of Hugging Face (org/name)
     #[arg(long, value_name = "MODEL")]
     pub(super) model: Option<String>,
     /// The machines: a preset with a number of nodes, such as dgx-h100x96, or a file; see docs/clusters.md [default: this machine]
@@ -133,7 +133,7 @@ impl Arguments {
             }
             _ => return error.into(),
         };
-        let is_model = match find_model(&name) {
+        let is_model = match find_local_model(&name) {
             Ok(NamedModel::Preset(_)) => true,
             Ok(NamedModel::Directory(path)) => {
                 path.join("config.json").is_file() || path.join(MANIFEST_FILE).is_file()

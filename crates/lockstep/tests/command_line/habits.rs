@@ -17,7 +17,7 @@ fn flags_and_commands_of_other_tools_are_answered_with_what_to_write() {
         (&["chat"], "`lockstep generate --model DIR"),
         (&["finetune"], "model.from_pretrained = true"),
         (&["launch"], "--nproc-per-node"),
-        (&["download"], "hf download"),
+        (&["download"], "`lockstep fetch ORG/NAME`"),
     ];
     for (arguments, part) in cases {
         workshop.run(arguments).refuses(2, &["there is no ", part]);
@@ -39,7 +39,7 @@ fn keys_and_values_of_other_tools_work_in_a_run() {
         ("train.gradient_accumulation_steps=3", ["train.global_batch", "micro_batch / ranks"]),
         ("train.precision=fp8", ["train.precision", "fp8 is not available"]),
         ("model.path=org/none", ["model.path", "`hf download org/none`"]),
-        ("model.preset=https://example.org/x", ["model.preset", "nothing is downloaded"]),
+        ("model.preset=https://example.org/x", ["model.preset", "only addresses of huggingface.co"]),
     ] {
         let run = if setting.starts_with("model.path") { "bare.toml" } else { "run.toml" };
         workshop.write("bare.toml", "");
@@ -98,7 +98,7 @@ fn every_command_takes_a_model_by_any_of_its_names() {
     }
     run(&["generate", "--model", "llama3-8b", "--prompt", "a"]).refuses(2, &["without weights"]);
     run(&["bench", "step", "--model", "org/none"]).refuses(2, &["`hf download org/none`"]);
-    run(&["eval", "--model", "hf://org/none", "--data", "text.txt"]).refuses(2, &["not in the cache"]);
+    run(&["eval", "--model", "hf://org/none", "--data", "text.txt"]).refuses(2, &["HF_HUB_OFFLINE"]);
 }
 
 #[test]

@@ -115,6 +115,10 @@ impl Workshop {
             .current_dir(self.dir.path())
             .env("XDG_CACHE_HOME", self.path("cache"))
             .env("RUST_BACKTRACE", "0")
+            // No test leaves this machine.
+            .env("HF_HUB_OFFLINE", "1")
+            .env_remove("HF_HOME")
+            .env_remove("HF_HUB_CACHE")
             .env_remove("LOCKSTEP_CPU_LEVEL")
             .env_remove("LOCKSTEP_LOG")
             .env_remove("LOCKSTEP_MACHINE")

@@ -65,7 +65,7 @@ impl From<Precision> for DType {
 
 #[derive(Debug, Args)]
 pub(crate) struct StepArguments {
-    /// A preset, such as baby-gpt, a directory, a checkpoint, or a repository in the cache of Hugging Face
+    /// A preset, such as baby-gpt, a directory, a checkpoint, or a repository of Hugging Face (org/name)
     #[arg(long, value_name = "MODEL")]
     model: String,
     /// Arithmetic of the model: f32, bf16 or f16

@@ -59,6 +59,8 @@ enum Command {
     Verify(verify::Arguments),
     /// List the model presets: parameters, shape, context, vocabulary
     Models(models::Arguments),
+    /// Download models into the cache of Hugging Face, or update them
+    Fetch(fetch::Arguments),
     /// Measure loss and perplexity of a model on text
     Eval(infer::EvalArguments),
     /// Continue prompts, or chat with a model
@@ -116,6 +118,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Models(arguments) => models::run(&arguments),
+        Command::Fetch(arguments) => fetch::run(&arguments),
         Command::Eval(arguments) => infer::eval(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Checkpoint(command) => checkpoint::run(&command),

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
-use lockstep_config::{RunConfig, human, resolve_model};
+use lockstep_config::{RunConfig, find_tokenizer, human, resolve_model};
 use lockstep_data::{
     Bar, Contents, Dataset, Ending, ExportOptions, FindDocuments, Format, IdType, OpenOptions, SourceFile,
     TextOptions, Tokenizer, Tokens, expand, tokenize_to_indexed,
@@ -29,7 +29,7 @@ pub(crate) enum Command {
 /// Options for reading text files.
 #[derive(Debug, Args)]
 struct TextArguments {
-    /// "bytes", or the path of a tokenizer.json or of its directory
+    /// "bytes", the path of a tokenizer.json or of its directory, or a repository (org/name)
     #[arg(long)]
     tokenizer: Option<String>,
     /// auto, text, jsonl, parquet, indexed or tokens
@@ -46,7 +46,8 @@ impl TextArguments {
     }
 
     fn tokenizer(&self) -> Result<Option<Tokenizer>, Failure> {
-        Ok(self.tokenizer.as_deref().map(Tokenizer::load).transpose()?)
+        let Some(name) = &self.tokenizer else { return Ok(None) };
+        Ok(Some(Tokenizer::load(&find_tokenizer(name)?)?))
     }
 
     fn text(&self) -> TextOptions<'_> {

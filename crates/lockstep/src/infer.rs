@@ -21,7 +21,7 @@ use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
 /// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
 pub(crate) struct ModelArguments {
-    /// A Hugging Face directory, a GGUF file, a checkpoint of a run, or a repository in the cache of Hugging Face
+    /// A Hugging Face directory, a GGUF file, a checkpoint of a run, or a repository of Hugging Face: org/name, hf://org/name@revision, hf://org/name/file.gguf
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: String,
     /// A directory with an adapter of PEFT's for the model

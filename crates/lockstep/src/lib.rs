@@ -91,6 +91,7 @@ mod engine;
 mod error;
 mod error_file;
 mod exit;
+mod fetch;
 mod generate;
 mod hosts;
 mod import;

@@ -16,6 +16,10 @@ mod generation;
 mod going_on;
 mod habits;
 mod hosts;
+mod hub;
+#[expect(dead_code, reason = "the tests of the hub use all of it")]
+#[path = "../../../lockstep-hub/tests/hub/server.rs"]
+mod hub_server;
 mod images;
 mod import;
 mod kernel_levels;

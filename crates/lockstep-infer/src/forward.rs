@@ -82,7 +82,8 @@ impl<'m> Forward<'m> {
         Ok(Self { model, in_place: model.weights.in_place(), recorded, constants, memory })
     }
 
-    /// Reads the new tokens of sequences, and writes the logits of those that want them to `logits`, one after the other.
+    /// Reads the new tokens of sequences, and writes the logits of those that want them to `logits`, one after the other, on all
+    /// ranks. In a pipeline, each rank passes the rows on to the next, and the last one sends the logits to all.
     ///
     /// # Errors
     /// If memory runs out, or a collective fails.
@@ -98,24 +99,38 @@ impl<'m> Forward<'m> {
         let Self { model, in_place, recorded, constants, memory } = self;
         let tables = memory.write(parts, rows);
         let programs = &recorded[&rows];
-        let head = programs.units() - 1;
+        let (units, head) = (model.stage(), programs.units() - 1);
+        let pipeline = model.ranks().groups().pipeline_peers();
         let replay = Unit { model, constants, memory, in_place };
         let output = |unit: usize| programs.program(unit).output(memory.frame(unit));
-        for unit in 0..head {
+        // The output of the stage before is where it would be if this rank had computed it.
+        let input = |unit: usize| unit.checked_sub(1).map(output);
+        if let (Some(pipeline), Some(before)) = (pipeline, units.start.checked_sub(1)) {
+            pipeline.receive(output(before), pipeline.group.rank() - 1)?;
+        }
+        for unit in units.start..units.end.min(head) {
             let cache = unit.checked_sub(1).map(|layer| pool.layer(layer, &tables));
-            replay.run(programs, unit, rows, unit.checked_sub(1).map(output), cache)?;
+            replay.run(programs, unit, rows, input(unit), cache)?;
+        }
+        if let Some(pipeline) = pipeline.filter(|_| units.end <= head) {
+            pipeline.send(output(units.end - 1), pipeline.group.rank() + 1)?;
         }
         let vocabulary = model.config.vocab_size();
         logits.resize(wanted * vocabulary, 0.0);
         if wanted == 0 {
             return Ok(());
         }
-        let last = memory.gather_last_rows(model, output(head - 1), parts);
-        let programs = &recorded[&wanted];
-        replay.run(programs, head, wanted, Some(last), None)?;
-        let computed = programs.program(head).output(memory.frame(head));
         let widened = memory.logits.view().rows(0..wanted);
-        model.queue.cast(computed.reshape([wanted, vocabulary]), widened);
+        if units.end > head {
+            let last = memory.gather_last_rows(model, output(head - 1), parts);
+            let programs = &recorded[&wanted];
+            replay.run(programs, head, wanted, Some(last), None)?;
+            let computed = programs.program(head).output(memory.frame(head));
+            model.queue.cast(computed.reshape([wanted, vocabulary]), widened);
+        }
+        if let Some(pipeline) = pipeline {
+            pipeline.broadcast(widened, pipeline.group.size() - 1)?;
+        }
         widened.read(logits).wait();
         Ok(())
     }
@@ -277,11 +292,10 @@ impl Unit<'_> {
         let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
         let [ids, positions] = [&memory.ids, &memory.positions].map(|words| words.view().rows(0..rows));
         let batch = Inputs { constants, ..Inputs::new(ids, positions) };
-        programs.program(unit).forward(&Replay {
-            input,
-            cache,
-            ..Replay::new(&*model.queue, &parameters, batch, memory.frame(unit), &memory.workspace)
-        })?;
+        let frame = memory.frame(unit);
+        let replay = Replay::new(&*model.queue, &parameters, batch, frame, &memory.workspace);
+        let replay = model.ranks().groups().attach(replay);
+        programs.program(unit).forward(&Replay { input, cache, ..replay })?;
         Ok(())
     }
 }

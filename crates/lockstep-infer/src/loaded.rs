@@ -6,7 +6,7 @@ use lockstep_checkpoint::ModelDirectory;
 use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::{DType, MemoryBytes};
+use lockstep_plan::{ContextPlace, DType, MemoryBytes, Places};
 use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
 
 use crate::{
@@ -71,11 +71,16 @@ impl LoadedModel {
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         let arena = Arena::new();
         let description = ModelDescription::of(directory)?;
-        let places = ranks.groups().places();
+        // Ranks that share sequences have the same weights, and one token cannot be shared.
+        let places = Places { context: ContextPlace::default(), ..ranks.groups().places() };
         let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits, places);
         let stage = ranks.groups().stage(recorded.units());
         let weights = ModelWeights::load(directory, (recorded.records(), stage), dtype, &arena)?;
         let queue = queue(&arena, options.threads)?;
+        if let Some(group) = ranks.group() {
+            // Collectives on one machine use the compute threads rather than a core of their own.
+            group.set_workers(queue.workers());
+        }
         Ok(Self::of(description, weights, (dtype, CHUNK), (arena, queue), ranks))
     }
 

@@ -28,18 +28,22 @@ pub enum PlannedWork {
     },
 }
 
-/// Returns the plan of `ranks` ranks for which nothing is said but their number: tensor parallelism. Experts are sharded by columns,
-/// or by expert if they have biases or columns that the ranks do not divide.
-pub fn default_plan(config: &ModelConfig, ranks: usize) -> Plan {
+/// Returns `plan` for `ranks` ranks. Ranks that its degrees leave over are tensor-parallel. Experts that it says nothing about are
+/// sharded over the tensor-parallel ranks: by columns, or by expert if they have biases or columns that the ranks do not divide.
+pub fn plan_over(config: &ModelConfig, plan: &Plan, ranks: usize) -> Plan {
     let facts = config.facts(StepFacts::default(), ranks);
-    let mesh = Degrees { tensor: ranks, ..Degrees::default() };
-    let by_columns = !facts.experts_have_biases && facts.expert_intermediate.is_multiple_of(ranks);
-    let mesh = match facts.experts {
-        0 => mesh,
-        _ if by_columns => Degrees { expert_tensor: ranks, ..mesh },
-        _ => Degrees { expert: ranks, ..mesh },
-    };
-    Plan { mesh, ..Plan::default() }
+    let mut mesh = plan.mesh;
+    let own = mesh.world_size().filter(|own| *own > 0 && ranks.is_multiple_of(*own));
+    if let Some(own) = own.filter(|_| mesh.tensor == 1) {
+        mesh.tensor = ranks / own;
+    }
+    let says_nothing = mesh.expert == 1 && mesh.expert_tensor == 1;
+    if facts.experts > 0 && says_nothing {
+        let by_columns = !facts.experts_have_biases && facts.expert_intermediate.is_multiple_of(mesh.tensor);
+        let degree = if by_columns { &mut mesh.expert_tensor } else { &mut mesh.expert };
+        *degree = mesh.tensor;
+    }
+    Plan { mesh, ..plan.clone() }
 }
 
 /// Checks a plan for an inference. Pipeline stages that it leaves open get about equally many weights.
@@ -134,11 +138,17 @@ mod tests {
     #[test]
     fn ranks_of_which_nothing_else_is_said_are_tensor_parallel() {
         let config = ModelConfig::preset("llama3-8b").expect("a preset");
-        let plan = default_plan(&config, 4);
+        let plan = plan_over(&config, &Plan::default(), 4);
         assert_eq!(plan.mesh, Degrees { tensor: 4, ..Degrees::default() });
         let checked = check_plan(&config, &plan, PlannedWork::Generation).expect("a plan");
         assert_eq!(checked.rank(3).places.tensor.rank, 3);
         assert_eq!(checked.rank(3).places.tensor.chunks, 1);
+        let mesh = Degrees { pipeline: 2, ..Degrees::default() };
+        let plan = plan_over(&config, &Plan { mesh, ..Plan::default() }, 4);
+        assert_eq!(plan.mesh, Degrees { pipeline: 2, tensor: 2, ..Degrees::default() });
+        let experts = ModelConfig::preset("mixtral-8x7b").expect("a preset");
+        let mesh = plan_over(&experts, &Plan::default(), 4).mesh;
+        assert_eq!((mesh.tensor, mesh.expert, mesh.expert_tensor), (4, 1, 4));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use lockstep_comm::{World, WorldOptions};
 use lockstep_engine::{Groups, Ranks};
 use lockstep_infer::{
     Event, Generator, InferError, LoadOptions, LoadedModel, PlannedWork, Request, Sampling, Scheduler,
-    SchedulerOptions, check_plan, default_plan,
+    SchedulerOptions, check_plan, plan_over,
 };
 use lockstep_plan::{CheckedPlan, Degrees, Plan};
 
@@ -106,7 +106,7 @@ fn tensor_parallel_ranks_generate_the_tokens_of_one_rank() {
     let mut refused = Vec::new();
     for family in FAMILIES {
         let config = ModelDirectory::open(&fixture(family)).unwrap().config().clone();
-        let plan = default_plan(&config, 2);
+        let plan = plan_over(&config, &Plan::default(), 2);
         match check_plan(&config, &plan, PlannedWork::Generation) {
             Ok(_) => assert_ranks_agree(family, &plan),
             Err(error) => refused.push(format!("{family}: {error}")),
@@ -119,7 +119,7 @@ fn tensor_parallel_ranks_generate_the_tokens_of_one_rank() {
 fn key_value_heads_fewer_than_ranks_are_on_several_of_them() {
     for family in FAMILIES {
         let config = ModelDirectory::open(&fixture(family)).unwrap().config().clone();
-        let plan = default_plan(&config, 4);
+        let plan = plan_over(&config, &Plan::default(), 4);
         if check_plan(&config, &plan, PlannedWork::Generation).is_ok() {
             assert_ranks_agree(family, &plan);
         }

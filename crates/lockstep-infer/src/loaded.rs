@@ -3,10 +3,11 @@
 use std::{ops::Range, path::Path};
 
 use lockstep_checkpoint::ModelDirectory;
+use lockstep_comm::Group;
 use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::{ContextPlace, DType, MemoryBytes, Places};
+use lockstep_plan::{ContextPlace, DType, MemoryBytes, MemoryCategory, Places};
 use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
 
 use crate::{
@@ -69,7 +70,9 @@ impl LoadedModel {
         ranks: Ranks,
     ) -> Result<Self, InferError> {
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
-        let arena = Arena::new();
+        // Collectives read what they reduce where it lies.
+        let shared = |group: &Group| group.arena(&[MemoryCategory::Workspace]);
+        let arena = ranks.group().map_or_else(Arena::new, shared);
         let description = ModelDescription::of(directory)?;
         // Ranks that share sequences have the same weights, and one token cannot be shared.
         let places = Places { context: ContextPlace::default(), ..ranks.groups().places() };

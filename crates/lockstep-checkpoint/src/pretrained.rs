@@ -294,6 +294,15 @@ impl ModelDirectory {
         }
     }
 
+    /// Returns the pieces of parameters that are stored in the parameter's order: those of [`ModelDirectory::stored_parameters`], and
+    /// the tensors of a parameter that consists of several. Pieces of a parameter need not cover all of it.
+    pub fn stored_pieces(&self) -> Vec<StoredParameter<'_>> {
+        match &self.weights {
+            Weights::Files { files, import } => files.stored_pieces(import),
+            Weights::Checkpoint(_) | Weights::Tuned { .. } => Vec::new(),
+        }
+    }
+
     /// As [`ModelDirectory::for_each_parameter`], and returns the digest of all names and values. A fine-tuning run
     /// records it to recognize its base model.
     ///

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use lockstep_model::{HfImport, HfTransform};
+use lockstep_model::{HfImport, HfPlace, HfTransform};
 use lockstep_plan::DType;
 
 use crate::{
@@ -47,22 +47,33 @@ impl TensorFiles {
         let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
         let stored = parameters.filter_map(|places| {
             let [place] = places else { return None };
-            let stored = match self {
-                Self::HuggingFace(files) => files.stored(&place.tensor)?,
-                Self::Gguf(model) => model.stored(&place.tensor)?,
-            };
-            let stored = StoredParameter { name: &place.parameter, ..stored };
-            match &place.transform {
-                _ if place.is_whole() => Some(stored),
-                HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => {
-                    let row_bytes = stored.stored.row_bytes(*place.tensor_shape.last()?)?;
-                    let offset = stored.offset + rows.start * row_bytes;
-                    Some(StoredParameter { offset, elements: place.parameter_elements(), ..stored })
-                }
-                _ => None,
-            }
+            self.piece(place).filter(|piece| piece.first_element == 0)
         });
         stored.collect()
+    }
+
+    /// Returns the pieces of parameters that are stored in the parameter's order: whole tensors, or some of their rows. A parameter may
+    /// have several, such as a stack of experts, and others that are not among them.
+    pub(crate) fn stored_pieces<'a>(&'a self, import: &'a HfImport) -> Vec<StoredParameter<'a>> {
+        import.places.iter().filter_map(|place| self.piece(place)).collect()
+    }
+
+    fn piece<'a>(&'a self, place: &'a HfPlace) -> Option<StoredParameter<'a>> {
+        let stored = match self {
+            Self::HuggingFace(files) => files.stored(&place.tensor)?,
+            Self::Gguf(model) => model.stored(&place.tensor)?,
+        };
+        let first_element = place.first_element;
+        let stored = StoredParameter { name: &place.parameter, first_element, ..stored };
+        match &place.transform {
+            HfTransform::Same => Some(stored),
+            HfTransform::Rows { rows, blocks: 1, .. } => {
+                let row_bytes = stored.stored.row_bytes(*place.tensor_shape.last()?)?;
+                let offset = stored.offset + rows.start * row_bytes;
+                Some(StoredParameter { offset, elements: place.parameter_elements(), ..stored })
+            }
+            _ => None,
+        }
     }
 
     /// Fills `out` with all values of a tensor.

@@ -62,8 +62,11 @@ pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Resul
         PlannedWork::Evaluation { seq_len } => seq_len,
     };
     let step = StepFacts { global_batch: 1, seq_len, ..StepFacts::default() };
-    // A plan file names its model.
     let model = facts_of(&RunConfig::default(), config).model;
+    // A plan file names its model, and settings do not.
+    if !plan.model.is_empty() && plan.model != model {
+        problems.push(format!("the plan is for the model {}, and this one is {model}", plan.model));
+    }
     let facts = Facts { model, ..config.facts(step, plan.mesh.world_size().unwrap_or(0)) };
     // Collectives of a pass are small, so chunks of them would hide nothing.
     let plan = Plan { tensor_chunks: Some(1), micro_batch: None, predicted: None, ..plan.clone() };

@@ -86,29 +86,6 @@ impl StoredShard<'_> {
         Ok(Some(StoredPlace { source: Source::Copied(copied.len() - 1), stored, shape }))
     }
 
-    /// Writes the shard to `store` in its type, if it is stored as numbers in the parameter's order. Returns false if it is not, or is
-    /// not aligned to its elements: then nothing is written.
-    pub(crate) fn cast(&self, map: &MappedTensors, store: View<'_>, kernels: &dyn Kernels) -> bool {
-        let StoredParameter { stored: StoredElements::Dense(dtype), order: RowOrder::Same, offset, .. } =
-            *self.parameter
-        else {
-            return false;
-        };
-        let Some(ranges) = self.byte_ranges().filter(|_| self.parameter.elements == self.record.elements())
-        else {
-            return false;
-        };
-        let view_of =
-            |range: &Range<usize>| map.view(dtype, offset + range.start, [range.len() / dtype.size_bytes()]);
-        let Some(views) = ranges.iter().map(view_of).collect::<Option<Vec<_>>>() else { return false };
-        let (mut first, store) = (0, store.reshape([store.elements()]));
-        for view in views {
-            kernels.cast(view, store.rows(first..first + view.elements()));
-            first += view.elements();
-        }
-        true
-    }
-
     /// Returns the ranges of the parameter's bytes that the rank holds, in the order of the shard's elements; `None` if they cut a
     /// block.
     fn byte_ranges(&self) -> Option<Vec<Range<usize>>> {
@@ -144,4 +121,42 @@ impl StoredShard<'_> {
         };
         (elements.start / columns..elements.end.div_ceil(columns)).map(row_of).collect()
     }
+}
+
+/// Writes the shard of a parameter that is stored in `pieces` to `store`, in its type: the elements of each piece that the rank holds.
+/// Returns false if pieces are missing, not stored as numbers in the parameter's order, or not aligned to them.
+pub(crate) fn cast_pieces<'m>(
+    pieces: &[&StoredParameter<'_>],
+    record: &ParameterRecord,
+    map_of: impl Fn(&StoredParameter<'_>) -> &'m MappedTensors,
+    store: View<'_>,
+    kernels: &dyn Kernels,
+) -> bool {
+    if pieces.iter().map(|piece| piece.elements).sum::<usize>() != record.elements() {
+        return false;
+    }
+    let store = store.reshape([store.elements()]);
+    let mut held = 0;
+    let range = |(first, len)| {
+        held += len;
+        (held - len, first..first + len)
+    };
+    let ranges: Vec<(usize, Range<usize>)> = record.share.element_ranges(&record.shape).map(range).collect();
+    for piece in pieces {
+        let StoredParameter { stored, order: RowOrder::Same, offset, elements, first_element, .. } = **piece
+        else {
+            return false;
+        };
+        let StoredElements::Dense(dtype) = stored else { return false };
+        let (map, end) = (map_of(piece), first_element + elements);
+        let from = ranges.partition_point(|(_, range)| range.end <= first_element);
+        for (held, range) in ranges[from..].iter().take_while(|(_, range)| range.start < end) {
+            let common = range.start.max(first_element)..range.end.min(end);
+            let start = offset + (common.start - first_element) * dtype.size_bytes();
+            let Some(view) = map.view(dtype, start, [common.len()]) else { return false };
+            let first = held + common.start - range.start;
+            kernels.cast(view, store.rows(first..first + common.len()));
+        }
+    }
+    true
 }

@@ -7,13 +7,13 @@
 use std::{
     borrow::Cow,
     cell::{Ref, RefCell},
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     ops::Range,
     path::Path,
 };
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
-use lockstep_checkpoint::{CheckpointError, ModelDirectory, gguf::StoredElements};
+use lockstep_checkpoint::{CheckpointError, ModelDirectory, StoredParameter, gguf::StoredElements};
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
@@ -22,7 +22,7 @@ use crate::{
     InferError,
     device_map::{ModelParts, WeightPlace},
     held::HeldUnits,
-    stored_weights::{Source, StoredPlace, StoredShard},
+    stored_weights::{Source, StoredPlace, StoredShard, cast_pieces},
     unit_layout::UnitLayout,
 };
 
@@ -60,6 +60,11 @@ impl<'p> Files<'p> {
         self.numbers.insert(path, self.files.len() - 1);
         Ok(self.files.len() - 1)
     }
+
+    /// Returns a file that [`Files::index`] has mapped.
+    fn map(&self, path: &Path) -> &MappedTensors {
+        &self.files[self.numbers[path]]
+    }
 }
 
 impl ModelWeights {
@@ -83,23 +88,31 @@ impl ModelWeights {
         let (mut files, mut copied) = (Files::default(), Vec::new());
         let mut stored: Vec<Option<StoredPlace>> = vec![None; records.len()];
         let parameters = directory.stored_parameters();
-        let known = parameters.iter().filter_map(|parameter| Some((parameter, *ids.get(parameter.name)?)));
-        let shards = known.map(|(parameter, id)| (id, StoredShard { parameter, record: &records[id] }));
-        let (kept, others): (Vec<_>, Vec<_>) = shards.partition(|(_, shard)| shard.stays_stored(dtype));
-        for (id, shard) in kept {
-            let file = files.index(shard.parameter.file)?;
-            stored[id] = shard.place((file, &files.files[file]), &mut copied, arena)?;
+        for parameter in &parameters {
+            let Some(&id) = ids.get(parameter.name) else { continue };
+            let shard = StoredShard { parameter, record: &records[id] };
+            if shard.stays_stored(dtype) {
+                let file = files.index(parameter.file)?;
+                stored[id] = shard.place((file, &files.files[file]), &mut copied, arena)?;
+            }
         }
         let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
         let category = MemoryCategory::Parameters;
         let converted =
             StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
-        let mut sources = Files::default();
-        for (id, shard) in others {
-            let file = sources.index(shard.parameter.file)?;
-            let is_cast = shard.cast(&sources.files[file], converted.view(ParameterId(id)), kernels);
-            is_converted[id] &= !is_cast;
+        let (stored_pieces, mut sources) = (directory.stored_pieces(), Files::default());
+        let mut pieces: BTreeMap<usize, Vec<&StoredParameter<'_>>> = BTreeMap::new();
+        for piece in &stored_pieces {
+            if let Some(&id) = ids.get(piece.name).filter(|id| is_converted[**id]) {
+                sources.index(piece.file)?;
+                pieces.entry(id).or_default().push(piece);
+            }
+        }
+        for (id, pieces) in pieces {
+            let store = converted.view(ParameterId(id));
+            let map_of = |piece: &StoredParameter<'_>| sources.map(piece.file);
+            is_converted[id] = !cast_pieces(&pieces, &records[id], map_of, store, kernels);
         }
         convert(directory, records, &is_converted, &converted)?;
         let in_files = stored.iter().flatten().filter(|place| matches!(place.source, Source::File { .. }));

@@ -26,6 +26,8 @@ pub trait BlockCodec {
     const BYTES: usize;
     /// True if offsets may differ from zero.
     const HAS_OFFSETS: bool;
+    /// Elements that share a scale, at most 32: [`RUN`] or 32.
+    const RUN_ELEMENTS: usize = 32;
 
     /// Returns the scales of a block of `BYTES` bytes.
     fn scales(block: &[u8]) -> RunScales;
@@ -284,6 +286,7 @@ impl BlockCodec for Q6KCodec {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 210;
     const HAS_OFFSETS: bool = false;
+    const RUN_ELEMENTS: usize = RUN;
 
     #[inline(always)]
     fn scales(block: &[u8]) -> RunScales {

@@ -88,6 +88,11 @@ impl BlockFormat {
         }
     }
 
+    /// Returns true if runs have offsets besides their scales.
+    pub const fn has_offsets(self) -> bool {
+        with_block_codec!(self, Codec => Codec::HAS_OFFSETS)
+    }
+
     /// Returns the number of bytes of `elements` elements; `None` if they are not whole blocks or are too many.
     pub const fn bytes(self, elements: usize) -> Option<usize> {
         if !elements.is_multiple_of(self.block_elements()) {

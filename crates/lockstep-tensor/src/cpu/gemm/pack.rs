@@ -224,7 +224,8 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
                 }
             } else {
                 let mut decoded = [U::Source::zeroed(); MOST_LINES * CHUNK];
-                lines.decode(own.clone(), chunk, &mut decoded);
+                // SAFETY: the caller's promise.
+                unsafe { lines.decode::<V, _>(own.clone(), chunk, &mut decoded) };
                 let matrix = Matrix { elements: &decoded, stride: CHUNK };
                 let depth = start - chunk..end - chunk;
                 // SAFETY: the caller's promise.

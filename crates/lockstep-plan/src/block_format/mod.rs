@@ -9,9 +9,10 @@ mod encode;
 mod half;
 
 pub use decode::{
-    BlockCodec, CODES, LineScales, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec, RUN, RUNS,
-    RunScales, dequantize,
+    BlockCodec, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec,
+    RUN, RUNS, RunScales, UNITS, Words, dequantize,
 };
+pub use half::widen;
 
 use crate::named_enum::named_enum;
 

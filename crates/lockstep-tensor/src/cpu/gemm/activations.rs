@@ -23,16 +23,16 @@ pub(super) struct RowGroup<const ROWS: usize> {
     /// Four codes each.
     pub(super) codes: [[i32; ROWS]; GROUP_UNITS],
     pub(super) scales: [f32; ROWS],
-    /// Starts of the sums of a run, which take the bias of the weights' codes off.
+    /// Starts of the sums of a run, which make the weights' codes signed.
     pub(super) starts: [[i32; ROWS]; MOST_RUNS],
     /// The scale times the sum of the codes of a run: the factor of the weights' offsets.
     pub(super) terms: [[f32; ROWS]; MOST_RUNS],
 }
 
-/// How the codes of weights are read: their bias, and the number of runs of a group.
+/// How the codes of weights are read: the code that stands for zero, and the number of runs of a group.
 #[derive(Clone, Copy)]
 pub(super) struct CodeForm {
-    pub(super) bias: i32,
+    pub(super) zero: i32,
     pub(super) runs: usize,
 }
 
@@ -73,7 +73,7 @@ impl<const ROWS: usize> RowGroup<ROWS> {
         }
         self.scales[row] = scale;
         for (starts, sum) in self.starts.iter_mut().zip(sums) {
-            starts[row] = -form.bias * sum;
+            starts[row] = -form.zero * sum;
         }
         for (terms, sum) in self.terms.iter_mut().zip(sums) {
             terms[row] = scale * sum as f32;

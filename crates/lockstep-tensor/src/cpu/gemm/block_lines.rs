@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat,
-    block_format::{BlockCodec, CODES, LineScales, RUN, dequantize},
+    block_format::{BlockCodec, MOST_WORDS, PART, RUNS, RunScales, dequantize},
     with_block_codec,
 };
 
@@ -15,7 +15,8 @@ use super::{
     integer::PackedLines,
     integer_lanes::IntegerLanes,
     lanes::Lanes,
-    transpose::{SIDE, Square},
+    transpose::SIDE,
+    word_lanes::WordLanes,
 };
 use crate::cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch};
 
@@ -26,7 +27,7 @@ const AHEAD_BYTES: usize = 2048;
 
 /// Lines of blocks, one after the other.
 #[derive(Clone, Copy)]
-pub(super) struct BlockLines<'a> {
+pub(in crate::cpu) struct BlockLines<'a> {
     pub(super) format: BlockFormat,
     pub(super) bytes: &'a [u8],
     pub(super) line_bytes: usize,
@@ -94,21 +95,11 @@ impl<'a> BlockLines<'a> {
         }
     }
 
-    /// Decodes the chunk from element `start` on of 16 lines from `first` on as pairs of bf16: unit `u` of line `l` goes to
-    /// `target[u · stride + l]`. A function of its own, as [`BlockLines::decode`].
-    ///
-    /// # Safety
-    /// The CPU must have the instructions of `V`, which decodes pairs, and the target must hold the units.
-    #[inline(never)]
-    pub(super) unsafe fn decode_pairs<V: Lanes>(&self, first: usize, start: usize, target: Square<*mut u32>) {
-        // SAFETY: the caller's promise.
-        unsafe { V::compiled(inlined!(|| self.decode_pairs_inlined::<V>(first, start, target))) }
-    }
-
     /// Returns the form of the codes of this format for the vectors `V`.
     pub(super) fn code_form<V: IntegerLanes>(&self) -> CodeForm {
-        let run = with_block_codec!(self.format, Codec => Codec::RUN_ELEMENTS);
-        CodeForm { bias: V::BIAS, runs: GROUP / run.min(GROUP) }
+        let (run, zero) =
+            with_block_codec!(self.format, Codec => (Codec::RUN_ELEMENTS, i32::from(Codec::ZERO)));
+        CodeForm { zero: zero - V::SHIFT, runs: GROUP / run.min(GROUP) }
     }
 
     /// Packs the codes, scales and offsets of up to 16 lines at a block of depth, which begins with a chunk. Of fewer lines the last one is
@@ -127,90 +118,129 @@ impl<'a> BlockLines<'a> {
         unsafe {
             V::compiled(inlined!(|| with_block_codec!(self.format, Codec => {
                 for start in depth.clone().step_by(CHUNK) {
-                    for line in lines.clone() {
-                        self.fetch_ahead(line, start, SIDE);
-                    }
-                    let mut blocks: [&[u8]; SIDE] = [&[]; SIDE];
-                    for (index, blocks) in blocks.iter_mut().enumerate() {
-                        *blocks = self.blocks((lines.start + index).min(lines.end - 1), start);
-                    }
-                    pack_chunk::<V, Codec>(&blocks, (start - depth.start) / GROUP, packed);
+                    let chunk = self.chunk(lines.clone(), start);
+                    self.fetch_after(&chunk, start);
+                    pack_chunk::<V, Codec>(&chunk, (start - depth.start) / GROUP, packed);
                 }
             })));
         }
     }
 
-    /// As [`BlockLines::decode_pairs`], within a function that is compiled for `V`.
+    /// Returns the chunk from element `start` on of up to 16 lines. Of fewer lines the last one is repeated.
     #[inline(always)]
-    unsafe fn decode_pairs_inlined<V: Lanes>(&self, first: usize, start: usize, target: Square<*mut u32>) {
-        with_block_codec!(self.format, Codec => {
-            // Loops in place of closures, which would not be compiled for the instructions of `V`.
-            let mut lines: [&[u8]; SIDE] = [&[]; SIDE];
-            for (index, line) in lines.iter_mut().enumerate() {
-                *line = self.blocks(first + index, start);
+    pub(super) fn chunk(&self, lines: Range<usize>, start: usize) -> Chunk {
+        let last = self.blocks(lines.end - 1, start);
+        let mut addresses = [last.as_ptr(); SIDE];
+        for (address, lines_before_last) in addresses.iter_mut().zip((0..lines.len()).rev()) {
+            *address = last.as_ptr().wrapping_sub(lines_before_last * self.line_bytes);
+        }
+        Chunk { addresses, bytes: last.len(), elements: self.chunk_end(start) - start }
+    }
+
+    /// Fetches what is needed after a chunk: further along its lines, and from their end on in the next 16 lines.
+    #[inline(always)]
+    fn fetch_after(&self, chunk: &Chunk, start: usize) {
+        let first = start / self.format.block_elements() * self.format.block_bytes();
+        let is_of_later = first + chunk.bytes + AHEAD_BYTES > self.line_bytes;
+        let ahead = AHEAD_BYTES + if is_of_later { (SIDE - 1) * self.line_bytes } else { 0 };
+        for address in chunk.addresses {
+            for byte in (0..chunk.bytes).step_by(CACHE_LINE_BYTES) {
+                prefetch(address.wrapping_add(byte + ahead));
             }
-            let blocks = lines[0].len() / Codec::BYTES;
-            let mut runs = LineScales::<SIDE>::ZERO;
-            let mut codes = [[0; CODES]; SIDE];
-            for block in 0..blocks {
-                let mut of_lines: [&[u8]; SIDE] = [&[]; SIDE];
-                for (of_line, line) in of_lines.iter_mut().zip(&lines) {
-                    *of_line = &line[block * Codec::BYTES..][..Codec::BYTES];
-                }
-                Codec::scales_of_lines(&of_lines, &mut runs);
-                for part in 0..Codec::ELEMENTS / CODES {
-                    for (codes, of_line) in codes.iter_mut().zip(&of_lines) {
-                        *codes = Codec::codes(of_line, part);
-                    }
-                    let unit = (block * Codec::ELEMENTS + part * CODES) / 2;
-                    let run = part * (CODES / RUN);
-                    // SAFETY: the caller's promise.
-                    unsafe {
-                        V::decode_pairs(
-                            &codes,
-                            [&runs.scales[run], &runs.scales[run + 1]],
-                            Codec::HAS_OFFSETS.then_some([&runs.offsets[run], &runs.offsets[run + 1]]),
-                            Square { first: target.first.add(unit * target.stride), stride: target.stride },
-                        );
-                    }
-                }
-            }
-        });
+        }
     }
 }
 
-/// Packs the blocks of a chunk of 16 lines from group `first` of the packed lines on.
+/// A chunk of 16 lines.
+pub(super) struct Chunk {
+    /// Address of each line's first block.
+    pub(super) addresses: [*const u8; SIDE],
+    /// Bytes of each line.
+    bytes: usize,
+    /// Elements of each line.
+    pub(super) elements: usize,
+}
+
+/// A block of 16 lines: its words, and the scales of its runs.
+pub(super) struct DecodedBlock<W: WordLanes> {
+    words: [W; MOST_WORDS],
+    pub(super) runs: RunScales<W::Floats>,
+}
+
+impl<W: WordLanes> DecodedBlock<W> {
+    /// Creates a block of zeros.
+    ///
+    /// # Safety
+    /// The CPU must have the instructions of `W`.
+    #[inline(always)]
+    pub(super) unsafe fn zeros() -> Self {
+        // SAFETY: the caller's promise.
+        let (words, floats) = unsafe { W::zeros() };
+        Self {
+            words: [words; MOST_WORDS],
+            runs: RunScales { scales: [floats; RUNS], offsets: [floats; RUNS] },
+        }
+    }
+
+    /// Reads block `block` of lines.
+    ///
+    /// # Safety
+    /// The lines must have the block, and the CPU the instructions of `W`.
+    #[inline(always)]
+    pub(super) unsafe fn read<C: BlockCodec>(&mut self, lines: &[*const u8; SIDE], block: usize) {
+        let words = &mut self.words[..C::WORDS.count];
+        let mut addresses = *lines;
+        for address in &mut addresses {
+            *address = address.wrapping_add(block * C::BYTES + C::WORDS.first_byte);
+        }
+        let mut halves = [0; SIDE];
+        if let Some(at) = C::FACTOR {
+            for (half, line) in halves.iter_mut().zip(lines) {
+                // SAFETY: the caller's promise.
+                let bytes = unsafe { line.add(block * C::BYTES + at).cast::<u16>().read_unaligned() };
+                *half = u32::from(u16::from_le(bytes));
+            }
+        }
+        // SAFETY: the caller's promises.
+        let factors = unsafe {
+            W::transpose(&addresses, words);
+            W::load(&halves).halves()
+        };
+        C::scales(words, factors, &mut self.runs);
+    }
+
+    /// Returns codes of each line, as [`BlockCodec::unit`] does.
+    #[inline(always)]
+    pub(super) fn unit<C: BlockCodec>(&self, part: usize, unit: usize) -> W {
+        C::unit(&self.words[..C::WORDS.count], part, unit)
+    }
+}
+
+/// Packs the blocks of a chunk from group `first` of the packed lines on.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
 #[inline(always)]
-unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
-    lines: &[&[u8]; SIDE],
-    first: usize,
-    packed: &mut PackedLines,
-) {
-    let mut runs = LineScales::<SIDE>::ZERO;
-    let mut codes = [[0; CODES]; SIDE];
-    for block in 0..lines[0].len() / C::BYTES {
-        // Loops in place of closures, which would not be compiled for the instructions of `V`.
-        let mut of_lines: [&[u8]; SIDE] = [&[]; SIDE];
-        for (of_line, line) in of_lines.iter_mut().zip(lines) {
-            *of_line = &line[block * C::BYTES..][..C::BYTES];
-        }
-        C::scales_of_lines(&of_lines, &mut runs);
-        for part in 0..C::ELEMENTS / CODES {
-            for (codes, of_line) in codes.iter_mut().zip(&of_lines) {
-                *codes = C::codes(of_line, part);
+unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(chunk: &Chunk, first: usize, packed: &mut PackedLines) {
+    // SAFETY: the lines have the chunk's blocks; the caller's promise.
+    unsafe {
+        let mut decoded = DecodedBlock::<V::Words>::zeros();
+        for block in 0..chunk.elements / C::ELEMENTS {
+            decoded.read::<C>(&chunk.addresses, block);
+            let group = first + block * (C::ELEMENTS / PART);
+            for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
+                for (unit, codes) in units.iter_mut().enumerate() {
+                    decoded.unit::<C>(part, unit).store(codes);
+                }
             }
-            let group = first + block * (C::ELEMENTS / CODES) + part;
-            // SAFETY: the caller's promise.
-            unsafe { V::transpose(&codes, &mut packed.units[group]) };
-            let runs_of_group = GROUP / C::RUN_ELEMENTS;
-            for run in 0..runs_of_group {
-                let (to, from) = (group * runs_of_group + run, part * (CODES / RUN) + run);
-                packed.scales[to] = runs.scales[from];
-                if C::HAS_OFFSETS {
-                    packed.offsets[to] = runs.offsets[from];
+            let (run, count) = (group * (GROUP / C::RUN_ELEMENTS), C::ELEMENTS / C::RUN_ELEMENTS);
+            for (target, scales) in packed.scales[run..][..count].iter_mut().zip(&decoded.runs.scales) {
+                V::Words::store_floats(*scales, target);
+            }
+            if C::HAS_OFFSETS {
+                for (target, offsets) in packed.offsets[run..][..count].iter_mut().zip(&decoded.runs.offsets)
+                {
+                    V::Words::store_floats(*offsets, target);
                 }
             }
         }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::{
     activations::{CodeForm, GROUP, GROUP_WORDS, RowGroup},
     block_lines::{BlockLines, CHUNK},
-    integer_lanes::{GROUP_UNITS, IntegerLanes, UNIT_BYTES},
+    integer_lanes::{GROUP_UNITS, IntegerLanes},
     problem::Problem,
     scratch::COLUMNS_UNITS,
     store::{Finish, Window, store_rows},
@@ -43,7 +43,7 @@ const RUNS: usize = DEPTH / lockstep_plan::block_format::RUN;
 /// 16 lines of codes at a block of depth.
 #[repr(C, align(64))]
 pub(super) struct PackedLines {
-    pub(super) units: [[[u8; UNIT_BYTES]; GROUP_UNITS]; DEPTH / GROUP],
+    pub(super) units: [[[u32; SIDE]; GROUP_UNITS]; DEPTH / GROUP],
     pub(super) scales: [[f32; SIDE]; RUNS],
     pub(super) offsets: [[f32; SIDE]; RUNS],
 }

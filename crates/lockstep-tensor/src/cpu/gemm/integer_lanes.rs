@@ -5,22 +5,27 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::transpose::SIDE;
+#[cfg(target_arch = "x86_64")]
+use super::word_lanes::{Words256, Words512};
+use super::{
+    transpose::SIDE,
+    word_lanes::{PlainWords, WordLanes},
+};
 
 /// Codes of a line in a unit.
 pub(super) const UNIT_CODES: usize = 4;
 /// Units of a group of 32 codes.
 pub(super) const GROUP_UNITS: usize = 8;
-/// Bytes of a unit.
-pub(super) const UNIT_BYTES: usize = UNIT_CODES * SIDE;
 
 /// The vectors of a CPU level.
 ///
 /// The methods are unsafe because they may be called only if the CPU has the vectors' instructions. They are fast only inside
 /// [`IntegerLanes::compiled`].
 pub(super) trait IntegerLanes {
-    /// Number that is added to the codes of weights in units. Sums start at minus this number times the sum of the activations' codes.
-    const BIAS: i32;
+    /// Number that is taken off the codes of weights as they are loaded.
+    const SHIFT: i32;
+    /// The words in which weights are decoded.
+    type Words: WordLanes;
     /// Four codes of each line.
     type Unit: Copy;
     /// An int32 of each line.
@@ -30,10 +35,8 @@ pub(super) trait IntegerLanes {
 
     /// Runs `work`, and all code inlined into it, compiled for the vectors' instructions.
     unsafe fn compiled<R>(work: impl FnOnce() -> R) -> R;
-    /// Writes the units of 32 codes of each line, with the bias.
-    unsafe fn transpose(codes: &[[i8; 32]; SIDE], units: &mut [[u8; UNIT_BYTES]; GROUP_UNITS]);
     /// Loads a unit.
-    unsafe fn unit(bytes: &[u8; UNIT_BYTES]) -> Self::Unit;
+    unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit;
     /// Returns the same integer for all lines.
     unsafe fn splat(integer: i32) -> Self::Integers;
     /// Adds the products of a unit and four codes of a row of activations.
@@ -58,8 +61,9 @@ pub(super) trait IntegerLanes {
 pub(super) struct PlainIntegers;
 
 impl IntegerLanes for PlainIntegers {
-    const BIAS: i32 = 0;
-    type Unit = [i8; UNIT_BYTES];
+    const SHIFT: i32 = 0;
+    type Words = PlainWords;
+    type Unit = [u32; SIDE];
     type Integers = [i32; SIDE];
     type Floats = [f32; SIDE];
 
@@ -69,23 +73,8 @@ impl IntegerLanes for PlainIntegers {
     }
 
     #[inline(always)]
-    unsafe fn transpose(codes: &[[i8; 32]; SIDE], units: &mut [[u8; UNIT_BYTES]; GROUP_UNITS]) {
-        for (unit, bytes) in units.iter_mut().enumerate() {
-            for (line, codes) in codes.iter().enumerate() {
-                for index in 0..UNIT_CODES {
-                    bytes[line * UNIT_CODES + index] = codes[unit * UNIT_CODES + index].cast_unsigned();
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn unit(bytes: &[u8; UNIT_BYTES]) -> Self::Unit {
-        let mut unit = [0; UNIT_BYTES];
-        for (code, byte) in unit.iter_mut().zip(bytes) {
-            *code = byte.cast_signed();
-        }
-        unit
+    unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit {
+        *words
     }
 
     #[inline(always)]
@@ -95,10 +84,10 @@ impl IntegerLanes for PlainIntegers {
 
     #[inline(always)]
     unsafe fn dot(mut sums: Self::Integers, unit: Self::Unit, codes: i32) -> Self::Integers {
-        let codes = codes.to_le_bytes();
-        for (line, sum) in sums.iter_mut().enumerate() {
-            for (index, code) in codes.iter().enumerate() {
-                *sum += i32::from(unit[line * UNIT_CODES + index]) * i32::from(code.cast_signed());
+        for index in 0..UNIT_CODES {
+            let code = (codes << (24 - 8 * index)) >> 24;
+            for (sum, word) in sums.iter_mut().zip(&unit) {
+                *sum += (word >> (8 * index) & 0xff).cast_signed() * code;
             }
         }
         sums
@@ -143,14 +132,15 @@ impl IntegerLanes for PlainIntegers {
     }
 }
 
-/// AVX2. Products of bytes are of an unsigned and a signed one: magnitudes of weights times activations with the weights' signs.
-/// Two of them are at most 2 · 128 · 127 and fit 16 bits.
+/// AVX2. Products of bytes are of an unsigned and a signed one, and two of them must fit 16 bits: the codes of weights are made signed,
+/// and their magnitudes multiplied with activations that take their signs, at most 2 · 128 · 127.
 #[cfg(target_arch = "x86_64")]
 pub(super) struct Avx2Integers;
 
 #[cfg(target_arch = "x86_64")]
 impl IntegerLanes for Avx2Integers {
-    const BIAS: i32 = 0;
+    const SHIFT: i32 = 128;
+    type Words = Words256;
     type Unit = [__m256i; 2];
     type Integers = [__m256i; 2];
     type Floats = [__m256; 2];
@@ -161,45 +151,12 @@ impl IntegerLanes for Avx2Integers {
     }
 
     #[inline(always)]
-    unsafe fn transpose(codes: &[[i8; 32]; SIDE], units: &mut [[u8; UNIT_BYTES]; GROUP_UNITS]) {
-        // SAFETY: 32 codes of a line are eight words, and half a unit is eight lines' words; the caller's promise.
+    unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit {
+        // SAFETY: 16 words; the caller's promise, here and below.
         unsafe {
-            for half in 0..2 {
-                let mut rows = [_mm256_setzero_si256(); 8];
-                for (line, row) in rows.iter_mut().enumerate() {
-                    *row = _mm256_loadu_si256(codes[8 * half + line].as_ptr().cast());
-                }
-                let mut quads = [_mm256_setzero_si256(); 8];
-                for first in [0, 4] {
-                    let [a, b, c, d] = [rows[first], rows[first + 1], rows[first + 2], rows[first + 3]];
-                    let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-                    let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
-                    quads[first] = _mm256_unpacklo_epi64(ab_low, cd_low);
-                    quads[first + 1] = _mm256_unpackhi_epi64(ab_low, cd_low);
-                    quads[first + 2] = _mm256_unpacklo_epi64(ab_high, cd_high);
-                    quads[first + 3] = _mm256_unpackhi_epi64(ab_high, cd_high);
-                }
-                for unit in 0..4 {
-                    let low = _mm256_permute2x128_si256::<0x20>(quads[unit], quads[4 + unit]);
-                    let high = _mm256_permute2x128_si256::<0x31>(quads[unit], quads[4 + unit]);
-                    let mut write = |unit: usize, words| {
-                        _mm256_storeu_si256(units[unit].as_mut_ptr().add(32 * half).cast(), words)
-                    };
-                    write(unit, low);
-                    write(4 + unit, high);
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn unit(bytes: &[u8; UNIT_BYTES]) -> Self::Unit {
-        // SAFETY: 64 bytes; the caller's promise, here and below.
-        unsafe {
-            [
-                _mm256_loadu_si256(bytes.as_ptr().cast()),
-                _mm256_loadu_si256(bytes.as_ptr().add(UNIT_BYTES / 2).cast()),
-            ]
+            let shift = _mm256_set1_epi8(i8::MIN);
+            let half = |at: usize| _mm256_loadu_si256(words.as_ptr().add(at).cast());
+            [_mm256_xor_si256(half(0), shift), _mm256_xor_si256(half(SIDE / 2), shift)]
         }
     }
 
@@ -271,13 +228,14 @@ impl IntegerLanes for Avx2Integers {
     }
 }
 
-/// AVX-512 with VNNI, whose products are of an unsigned and a signed byte: codes of weights have a bias of 128.
+/// AVX-512 with VNNI, whose products are of an unsigned and a signed byte.
 #[cfg(target_arch = "x86_64")]
 pub(super) struct VnniIntegers;
 
 #[cfg(target_arch = "x86_64")]
 impl IntegerLanes for VnniIntegers {
-    const BIAS: i32 = 128;
+    const SHIFT: i32 = 0;
+    type Words = Words512;
     type Unit = __m512i;
     type Integers = __m512i;
     type Floats = __m512;
@@ -288,43 +246,9 @@ impl IntegerLanes for VnniIntegers {
     }
 
     #[inline(always)]
-    unsafe fn transpose(codes: &[[i8; 32]; SIDE], units: &mut [[u8; UNIT_BYTES]; GROUP_UNITS]) {
-        // SAFETY: 32 codes of a line are half a vector, and a unit is a vector; the caller's promise.
-        unsafe {
-            let zero = _mm512_setzero_si512();
-            // Lines 0 to 3 and 8 to 11, each with the line four later.
-            let mut rows = [zero; 8];
-            for (index, row) in rows.iter_mut().enumerate() {
-                let line = index + index / 4 * 4;
-                let low = _mm256_loadu_si256(codes[line].as_ptr().cast());
-                let high = _mm256_loadu_si256(codes[line + 4].as_ptr().cast());
-                *row = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
-            }
-            // Quarters of `quads[4 i + j]`: unit j and unit j + 4 of lines 8 i to 8 i + 3, then of the next four lines.
-            let mut quads = [zero; 8];
-            for first in [0, 4] {
-                let [a, b, c, d] = [rows[first], rows[first + 1], rows[first + 2], rows[first + 3]];
-                let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-                let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-                quads[first] = _mm512_unpacklo_epi64(ab_low, cd_low);
-                quads[first + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-                quads[first + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-                quads[first + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
-            }
-            let bias = _mm512_set1_epi8(i8::MIN);
-            for unit in 0..4 {
-                let low = _mm512_shuffle_i32x4::<0x88>(quads[unit], quads[4 + unit]);
-                let high = _mm512_shuffle_i32x4::<0xdd>(quads[unit], quads[4 + unit]);
-                _mm512_storeu_si512(units[unit].as_mut_ptr().cast(), _mm512_xor_si512(low, bias));
-                _mm512_storeu_si512(units[4 + unit].as_mut_ptr().cast(), _mm512_xor_si512(high, bias));
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn unit(bytes: &[u8; UNIT_BYTES]) -> Self::Unit {
-        // SAFETY: 64 bytes; the caller's promise, here and below.
-        unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+    unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit {
+        // SAFETY: 16 words.
+        unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
     }
 
     #[inline(always)]

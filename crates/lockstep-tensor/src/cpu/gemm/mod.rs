@@ -53,6 +53,7 @@ mod transpose;
 mod units;
 mod weight_gradient;
 mod winograd;
+mod word_lanes;
 
 pub(super) use block_lines::decode_line;
 pub(super) use dispatch::block_gemm;

@@ -12,6 +12,7 @@ use lockstep_data::{
     TextOptions, Tokens, WindowOptions, expand,
 };
 use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, Workload, evaluate};
+use lockstep_tensor::BlockActivations;
 use serde_json::json;
 
 use crate::exit::Failure;
@@ -30,6 +31,9 @@ pub(crate) struct ModelArguments {
     /// Type of weights and activations; auto takes that of the files, which are then used where they lie. Quantized matrices stay quantized
     #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
     dtype: DtypeChoice,
+    /// Type of the activations in products with quantized weights: int8, float (their own), or auto for int8 unless --dtype is f32
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
+    activations: ActivationChoice,
     /// Compute threads [default: all cores]
     #[arg(long)]
     threads: Option<usize>,
@@ -47,10 +51,24 @@ pub(crate) enum DtypeChoice {
     F16,
 }
 
+/// Values of `--activations`.
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum ActivationChoice {
+    #[default]
+    Auto,
+    Int8,
+    Float,
+}
+
 impl ModelArguments {
     /// Finds the model by any of its names, with the adapter if one is given.
     pub(crate) fn find(&self) -> Result<FoundModel, Failure> {
-        let options = LoadOptions { threads: threads(self.threads)?, dtype: self.dtype.dtype() };
+        let activations = match self.activations {
+            ActivationChoice::Auto => None,
+            ActivationChoice::Int8 => Some(BlockActivations::Int8),
+            ActivationChoice::Float => Some(BlockActivations::Float),
+        };
+        let options = LoadOptions { threads: threads(self.threads)?, dtype: self.dtype.dtype(), activations };
         FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
     }
 }

@@ -104,15 +104,6 @@ impl Words for u32 {
     }
 }
 
-/// Scales and offsets of the runs of a block of each line. A block of fewer runs uses the first ones.
-#[derive(Debug, Clone, Copy)]
-pub struct RunScales<F> {
-    /// Factors of the codes.
-    pub scales: [F; RUNS],
-    /// Terms that are added to the products, in formats that have offsets.
-    pub offsets: [F; RUNS],
-}
-
 /// Words of a block that are read as such.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockWords {
@@ -139,8 +130,12 @@ pub trait BlockCodec {
     /// Byte of an f16 factor that is outside of the words.
     const FACTOR: Option<usize> = None;
 
-    /// Writes the scales and, if the format has any, the offsets of the blocks' runs. `factors` are those at [`Self::FACTOR`].
-    fn scales<W: Words>(words: &[W], factors: W::Floats, runs: &mut RunScales<W::Floats>);
+    /// Passes the index of each run, its scale and, if the format has any, its offset. `factors` are those at [`Self::FACTOR`].
+    fn scales<W: Words>(
+        words: &[W],
+        factors: W::Floats,
+        run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    );
 
     /// Returns codes `4 · unit` to `4 · unit + 3` of a part of 32 elements, the first one in the low byte.
     fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W;
@@ -149,7 +144,7 @@ pub trait BlockCodec {
 /// Decodes whole blocks. A caller may compile it for any vector instructions.
 #[inline(always)]
 pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
-    let mut runs = RunScales { scales: [0.0; RUNS], offsets: [0.0; RUNS] };
+    let (mut scales, mut offsets) = ([0.0; RUNS], [0.0; RUNS]);
     for (block, values) in bytes.chunks_exact(C::BYTES).zip(values.chunks_exact_mut(C::ELEMENTS)) {
         let mut words = [0; MOST_WORDS];
         let stored = block[C::WORDS.first_byte..][..4 * C::WORDS.count].chunks_exact(4);
@@ -158,7 +153,10 @@ pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
         }
         let words = &words[..C::WORDS.count];
         let factor = C::FACTOR.map_or(0.0, |at| widen(u16::from_le_bytes([block[at], block[at + 1]])));
-        C::scales(words, factor, &mut runs);
+        C::scales(words, factor, |run, scale, offset| {
+            scales[run] = scale;
+            offsets[run] = offset.unwrap_or(0.0);
+        });
         for (part, values) in values.chunks_exact_mut(PART).enumerate() {
             let mut codes = [0; PART];
             for (unit, codes) in codes.chunks_exact_mut(4).enumerate() {
@@ -166,9 +164,9 @@ pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
             }
             for (index, (value, code)) in values.iter_mut().zip(codes).enumerate() {
                 let run = (part * PART + index) / C::RUN_ELEMENTS;
-                *value = runs.scales[run] * (i32::from(code) - i32::from(C::ZERO)) as f32;
+                *value = scales[run] * (i32::from(code) - i32::from(C::ZERO)) as f32;
                 if C::HAS_OFFSETS {
-                    *value += runs.offsets[run];
+                    *value += offsets[run];
                 }
             }
         }
@@ -197,8 +195,12 @@ impl BlockCodec for Q8_0Codec {
     const FACTOR: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(_: &[W], factors: W::Floats, runs: &mut RunScales<W::Floats>) {
-        runs.scales[0] = factors;
+    fn scales<W: Words>(
+        _: &[W],
+        factors: W::Floats,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
+        run(0, factors, None);
     }
 
     #[inline(always)]
@@ -220,8 +222,12 @@ impl BlockCodec for Q4_0Codec {
     const FACTOR: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(_: &[W], factors: W::Floats, runs: &mut RunScales<W::Floats>) {
-        runs.scales[0] = factors;
+    fn scales<W: Words>(
+        _: &[W],
+        factors: W::Floats,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
+        run(0, factors, None);
     }
 
     #[inline(always)]
@@ -242,9 +248,8 @@ impl BlockCodec for Q4_1Codec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 5 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, runs: &mut RunScales<W::Floats>) {
-        runs.scales[0] = words[0].halves();
-        runs.offsets[0] = words[0].shr(16).halves();
+    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        run(0, words[0].halves(), Some(words[0].shr(16).halves()));
     }
 
     #[inline(always)]
@@ -256,7 +261,7 @@ impl BlockCodec for Q4_1Codec {
 /// Writes the scales of Q4_K or Q5_K blocks: f16 factors of the scales and of the minima, and 12 bytes of 6-bit pairs. The pairs of the
 /// last four runs are split: four bits in the last four bytes, two bits in the high bits of the first eight.
 #[inline(always)]
-fn six_bit_scales<W: Words>(words: &[W], runs: &mut RunScales<W::Floats>) {
+fn six_bit_scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
     const SIX: u32 = 0x3f3f_3f3f;
     let (factors, factors_of_minima) = (words[0].halves(), words[0].shr(16).halves());
     let [first, second, third] = [words[1], words[2], words[3]];
@@ -264,9 +269,9 @@ fn six_bit_scales<W: Words>(words: &[W], runs: &mut RunScales<W::Floats>) {
     let second_high = second.shr(6).and(0x0303_0303).shl(4);
     let scales = [first.and(SIX), third.and(LOW).or(first_high)];
     let minima = [second.and(SIX), third.shr(4).and(LOW).or(second_high)];
-    for run in 0..8 {
-        runs.scales[run] = W::products(factors, scales[run / 4].bytes(run % 4));
-        runs.offsets[run] = W::negatives(W::products(factors_of_minima, minima[run / 4].bytes(run % 4)));
+    for index in 0..8 {
+        let minimum = W::products(factors_of_minima, minima[index / 4].bytes(index % 4));
+        run(index, W::products(factors, scales[index / 4].bytes(index % 4)), Some(W::negatives(minimum)));
     }
 }
 
@@ -282,8 +287,8 @@ impl BlockCodec for Q4KCodec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 36 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, runs: &mut RunScales<W::Floats>) {
-        six_bit_scales(words, runs);
+    fn scales<W: Words>(words: &[W], _: W::Floats, run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        six_bit_scales(words, run);
     }
 
     #[inline(always)]
@@ -304,8 +309,8 @@ impl BlockCodec for Q5KCodec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 44 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, runs: &mut RunScales<W::Floats>) {
-        six_bit_scales(words, runs);
+    fn scales<W: Words>(words: &[W], _: W::Floats, run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        six_bit_scales(words, run);
     }
 
     #[inline(always)]
@@ -330,10 +335,14 @@ impl BlockCodec for Q6KCodec {
     const FACTOR: Option<usize> = Some(208);
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], factors: W::Floats, runs: &mut RunScales<W::Floats>) {
-        for (run, scales) in runs.scales.iter_mut().enumerate() {
-            let signed = words[48 + run / 4].shl(24 - run % 4 * 8).shr_signed(24);
-            *scales = W::products(factors, signed.numbers());
+    fn scales<W: Words>(
+        words: &[W],
+        factors: W::Floats,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
+        for index in 0..RUNS {
+            let signed = words[48 + index / 4].shl(24 - index % 4 * 8).shr_signed(24);
+            run(index, W::products(factors, signed.numbers()), None);
         }
     }
 

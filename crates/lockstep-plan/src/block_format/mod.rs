@@ -10,7 +10,7 @@ mod half;
 
 pub use decode::{
     BlockCodec, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec,
-    RUN, RUNS, RunScales, UNITS, Words, dequantize,
+    RUN, RUNS, UNITS, Words, dequantize,
 };
 pub use half::widen;
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat,
-    block_format::{BlockCodec, MOST_WORDS, PART, RUNS, RunScales, dequantize},
+    block_format::{BlockCodec, MOST_WORDS, PART, dequantize},
     with_block_codec,
 };
 
@@ -112,6 +112,7 @@ impl<'a> BlockLines<'a> {
         &self,
         lines: Range<usize>,
         depth: Range<usize>,
+        buffer: &mut WordBuffer,
         packed: &mut PackedLines,
     ) {
         // SAFETY: the caller's promise.
@@ -120,7 +121,7 @@ impl<'a> BlockLines<'a> {
                 for start in depth.clone().step_by(CHUNK) {
                     let chunk = self.chunk(lines.clone(), start);
                     self.fetch_after(&chunk, start);
-                    pack_chunk::<V, Codec>(&chunk, (start - depth.start) / GROUP, packed);
+                    pack_chunk::<V, Codec>(&chunk, (start - depth.start) / GROUP, buffer, packed);
                 }
             })));
         }
@@ -161,34 +162,29 @@ pub(super) struct Chunk {
     pub(super) elements: usize,
 }
 
-/// A block of 16 lines: its words, and the scales of its runs.
-pub(super) struct DecodedBlock<W: WordLanes> {
-    words: [W; MOST_WORDS],
-    pub(super) runs: RunScales<W::Floats>,
-}
+/// Memory for the words of a block of 16 lines.
+#[repr(C, align(64))]
+pub(super) struct WordBuffer([[u32; SIDE]; MOST_WORDS]);
 
-impl<W: WordLanes> DecodedBlock<W> {
-    /// Creates a block of zeros.
-    ///
-    /// # Safety
-    /// The CPU must have the instructions of `W`.
-    #[inline(always)]
-    pub(super) unsafe fn zeros() -> Self {
-        // SAFETY: the caller's promise.
-        let (words, floats) = unsafe { W::zeros() };
-        Self {
-            words: [words; MOST_WORDS],
-            runs: RunScales { scales: [floats; RUNS], offsets: [floats; RUNS] },
-        }
-    }
+impl WordBuffer {
+    /// Zeros.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) const ZEROS: Self = Self([[0; SIDE]; MOST_WORDS]);
 
-    /// Reads block `block` of lines.
+    /// Reads block `block` of lines. Returns its words, and the factors outside of them.
     ///
     /// # Safety
     /// The lines must have the block, and the CPU the instructions of `W`.
     #[inline(always)]
-    pub(super) unsafe fn read<C: BlockCodec>(&mut self, lines: &[*const u8; SIDE], block: usize) {
-        let words = &mut self.words[..C::WORDS.count];
+    pub(super) unsafe fn read<W: WordLanes, C: BlockCodec>(
+        &mut self,
+        lines: &[*const u8; SIDE],
+        block: usize,
+    ) -> (&[W], W::Floats) {
+        const { assert!(size_of::<W>() == 4 * SIDE && align_of::<W>() <= align_of::<Self>()) };
+        // SAFETY: words of a line each, of which any bits are valid.
+        let words: &mut [W] =
+            unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), C::WORDS.count) };
         let mut addresses = *lines;
         for address in &mut addresses {
             *address = address.wrapping_add(block * C::BYTES + C::WORDS.first_byte);
@@ -202,17 +198,10 @@ impl<W: WordLanes> DecodedBlock<W> {
             }
         }
         // SAFETY: the caller's promises.
-        let factors = unsafe {
+        unsafe {
             W::transpose(&addresses, words);
-            W::load(&halves).halves()
-        };
-        C::scales(words, factors, &mut self.runs);
-    }
-
-    /// Returns codes of each line, as [`BlockCodec::unit`] does.
-    #[inline(always)]
-    pub(super) fn unit<C: BlockCodec>(&self, part: usize, unit: usize) -> W {
-        C::unit(&self.words[..C::WORDS.count], part, unit)
+            (words, W::load(&halves).halves())
+        }
     }
 }
 
@@ -221,29 +210,36 @@ impl<W: WordLanes> DecodedBlock<W> {
 /// # Safety
 /// The CPU must have the instructions of `V`.
 #[inline(always)]
-unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(chunk: &Chunk, first: usize, packed: &mut PackedLines) {
-    // SAFETY: the lines have the chunk's blocks; the caller's promise.
-    unsafe {
-        let mut decoded = DecodedBlock::<V::Words>::zeros();
-        for block in 0..chunk.elements / C::ELEMENTS {
-            decoded.read::<C>(&chunk.addresses, block);
-            let group = first + block * (C::ELEMENTS / PART);
-            for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
-                for (unit, codes) in units.iter_mut().enumerate() {
-                    decoded.unit::<C>(part, unit).store(codes);
-                }
-            }
-            let (run, count) = (group * (GROUP / C::RUN_ELEMENTS), C::ELEMENTS / C::RUN_ELEMENTS);
-            for (target, scales) in packed.scales[run..][..count].iter_mut().zip(&decoded.runs.scales) {
-                V::Words::store_floats(*scales, target);
-            }
-            if C::HAS_OFFSETS {
-                for (target, offsets) in packed.offsets[run..][..count].iter_mut().zip(&decoded.runs.offsets)
-                {
-                    V::Words::store_floats(*offsets, target);
-                }
+unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
+    chunk: &Chunk,
+    first: usize,
+    buffer: &mut WordBuffer,
+    packed: &mut PackedLines,
+) {
+    for block in 0..chunk.elements / C::ELEMENTS {
+        // SAFETY: the lines have the chunk's blocks; the caller's promise, here and below.
+        let (words, factors) = unsafe { buffer.read::<V::Words, C>(&chunk.addresses, block) };
+        let group = first + block * (C::ELEMENTS / PART);
+        for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
+            for (unit, codes) in units.iter_mut().enumerate() {
+                // SAFETY: as above.
+                unsafe { C::unit(words, part, unit).store(codes) };
             }
         }
+        let first_run = group * (GROUP / C::RUN_ELEMENTS);
+        C::scales(
+            words,
+            factors,
+            inlined!(|run, scales, offsets| {
+                // SAFETY: as above.
+                unsafe {
+                    V::Words::store_floats(scales, &mut packed.scales[first_run + run]);
+                    if let Some(offsets) = offsets {
+                        V::Words::store_floats(offsets, &mut packed.offsets[first_run + run]);
+                    }
+                }
+            }),
+        );
     }
 }
 

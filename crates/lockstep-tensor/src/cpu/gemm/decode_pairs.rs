@@ -3,15 +3,16 @@
 use std::arch::x86_64::*;
 
 use lockstep_plan::{
-    block_format::{BlockCodec, PART, RUN, UNITS},
+    block_format::{BlockCodec, PART, RUN, RUNS, UNITS},
     with_block_codec,
 };
 
 use super::{
-    block_lines::{BlockLines, DecodedBlock},
+    block_lines::{BlockLines, WordBuffer},
     transpose::Square,
     word_lanes::Words512,
 };
+use crate::cpu::simd::inlined;
 
 /// Decodes as [`Lanes::decode_pairs`](super::lanes::Lanes::decode_pairs) does. A function of its own, so that the formats are compiled
 /// once.
@@ -28,22 +29,23 @@ pub(super) unsafe fn decode_pairs(
 ) {
     let chunk = lines.chunk(first..first + 16, start);
     with_block_codec!(lines.format, Codec => {
-        // SAFETY: the caller's promises.
-        unsafe {
-            let mut decoded = DecodedBlock::<Words512>::zeros();
-            for block in 0..chunk.elements / Codec::ELEMENTS {
-                decoded.read::<Codec>(&chunk.addresses, block);
-                for part in 0..Codec::ELEMENTS / PART {
-                    for unit in 0..UNITS {
-                        let run = (part * PART + unit / (UNITS / 2) * RUN) / Codec::RUN_ELEMENTS;
-                        let [words] = decoded.unit::<Codec>(part, unit).0;
-                        let [scales] = decoded.runs.scales[run];
-                        let [offsets] = decoded.runs.offsets[run];
-                        let pairs = pairs_of::<Codec>(words, scales, offsets);
-                        let at = (block * Codec::ELEMENTS + part * PART) / 2 + 2 * unit;
-                        for (index, pair) in pairs.into_iter().enumerate() {
-                            _mm512_storeu_si512(target.first.add((at + index) * target.stride).cast(), pair);
-                        }
+        let mut buffer = WordBuffer::ZEROS;
+        for block in 0..chunk.elements / Codec::ELEMENTS {
+            // SAFETY: the caller's promises, here and below.
+            let (words, factors) = unsafe { buffer.read::<Words512, Codec>(&chunk.addresses, block) };
+            let mut runs = [(_mm512_setzero_ps(), _mm512_setzero_ps()); RUNS];
+            Codec::scales(words, factors, inlined!(|run: usize, [scales]: [__m512; 1], offsets: Option<[__m512; 1]>| {
+                runs[run] = (scales, offsets.map_or(scales, inlined!(|[offsets]: [__m512; 1]| offsets)));
+            }));
+            for part in 0..Codec::ELEMENTS / PART {
+                for unit in 0..UNITS {
+                    let (scales, offsets) = runs[(part * PART + unit / (UNITS / 2) * RUN) / Codec::RUN_ELEMENTS];
+                    let [codes] = Codec::unit(words, part, unit).0;
+                    let pairs = pairs_of::<Codec>(codes, scales, offsets);
+                    let at = (block * Codec::ELEMENTS + part * PART) / 2 + 2 * unit;
+                    for (index, pair) in pairs.into_iter().enumerate() {
+                        // SAFETY: as above.
+                        unsafe { _mm512_storeu_si512(target.first.add((at + index) * target.stride).cast(), pair) };
                     }
                 }
             }

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::{
     activations::{CodeForm, GROUP, GROUP_WORDS, RowGroup},
-    block_lines::{BlockLines, CHUNK},
+    block_lines::{BlockLines, CHUNK, WordBuffer},
     integer_lanes::{GROUP_UNITS, IntegerLanes},
     problem::Problem,
     scratch::COLUMNS_UNITS,
@@ -51,6 +51,7 @@ pub(super) struct PackedLines {
 /// Scratch memory of a task.
 #[repr(C, align(64))]
 struct TaskScratch {
+    words: WordBuffer,
     panels: [PackedLines; PANELS],
     /// Sums `[rows, tile columns]` of the rows of a block.
     sums: [f32; BLOCK_ROWS * TILE_COLUMNS],
@@ -173,7 +174,7 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
         let Problem { k, c, bias, .. } = *self.problem;
         let panels = columns.len().div_ceil(SIDE);
         let width = panels * SIDE;
-        let TaskScratch { panels: packed, sums } = scratch;
+        let TaskScratch { words: buffer, panels: packed, sums } = scratch;
         let sums = &mut sums[..rows.len() * width];
         sums.fill(0.0);
         for start in (0..k).step_by(DEPTH) {
@@ -182,7 +183,12 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
                 let first = columns.start + index * SIDE;
                 // SAFETY: the caller's promise.
                 unsafe {
-                    self.lines.pack_codes::<V>(first..columns.end.min(first + SIDE), depth.clone(), packed)
+                    self.lines.pack_codes::<V>(
+                        first..columns.end.min(first + SIDE),
+                        depth.clone(),
+                        buffer,
+                        packed,
+                    )
                 };
             }
             for (group, sums) in sums.chunks_mut(ROWS * width).enumerate() {

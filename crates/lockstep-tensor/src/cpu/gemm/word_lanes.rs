@@ -10,8 +10,6 @@ use super::transpose::{self, SIDE};
 /// A vector of words whose methods may be called only if the CPU has its instructions; so may be those of [`Words`], of words that
 /// come from here.
 pub(super) trait WordLanes: Words {
-    /// Zeros.
-    unsafe fn zeros() -> (Self, Self::Floats);
     /// Loads words.
     unsafe fn load(words: &[u32; SIDE]) -> Self;
     /// Transposes words of lines: word `w` of line `l` goes to lane `l` of `words[w]`. Each line must have them from its address on.
@@ -110,11 +108,6 @@ impl Words for PlainWords {
 
 impl WordLanes for PlainWords {
     #[inline(always)]
-    unsafe fn zeros() -> (Self, [f32; SIDE]) {
-        (Self([0; SIDE]), [0.0; SIDE])
-    }
-
-    #[inline(always)]
     unsafe fn load(words: &[u32; SIDE]) -> Self {
         Self(*words)
     }
@@ -146,7 +139,7 @@ macro_rules! words {
     ($(#[$doc:meta])* $name:ident([$vector:ty; $count:literal]), $floats:ty, $set:ident, $and:ident, $or:ident, $xor:ident,
      $shl:ident, $shr:ident, $shr_signed:ident, $numbers:ident, $products:ident,
      |$halves:ident| $widen:expr, |$number:ident| $negative:expr, $load:ident, $store:ident, $store_floats:ident,
-     $zero:ident, $zero_floats:ident, $transpose:path) => {
+     $zero:ident, $transpose:path) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         #[repr(transparent)]
@@ -244,16 +237,10 @@ macro_rules! words {
 
         impl WordLanes for $name {
             #[inline(always)]
-            unsafe fn zeros() -> (Self, Self::Floats) {
-                // SAFETY: the caller's promise, here and below.
-                unsafe { (Self([$zero(); $count]), [$zero_floats(); $count]) }
-            }
-
-            #[inline(always)]
             unsafe fn load(words: &[u32; SIDE]) -> Self {
                 // SAFETY: 16 words.
                 unsafe {
-                    let (mut loaded, _) = Self::zeros();
+                    let mut loaded = Self([$zero(); $count]);
                     for (index, vector) in loaded.0.iter_mut().enumerate() {
                         *vector = $load(words.as_ptr().add(index * SIDE / $count).cast());
                     }
@@ -301,7 +288,7 @@ words!(
         _mm256_cvtph_ps(_mm256_castsi256_si128(packed))
     },
     |number| _mm256_xor_ps(number, _mm256_set1_ps(-0.0)),
-    _mm256_loadu_si256, _mm256_storeu_si256, _mm256_storeu_ps, _mm256_setzero_si256, _mm256_setzero_ps, transpose_words
+    _mm256_loadu_si256, _mm256_storeu_si256, _mm256_storeu_ps, _mm256_setzero_si256, transpose_words
 );
 
 #[cfg(target_arch = "x86_64")]
@@ -311,7 +298,7 @@ words!(
     _mm512_sll_epi32, _mm512_srl_epi32, _mm512_sra_epi32, _mm512_cvtepi32_ps, _mm512_mul_ps,
     |words| _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)),
     |number| _mm512_xor_ps(number, _mm512_set1_ps(-0.0)),
-    _mm512_loadu_si512, _mm512_storeu_si512, _mm512_storeu_ps, _mm512_setzero_si512, _mm512_setzero_ps,
+    _mm512_loadu_si512, _mm512_storeu_si512, _mm512_storeu_ps, _mm512_setzero_si512,
     transpose::transpose_words_avx512
 );
 

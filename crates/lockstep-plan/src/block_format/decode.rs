@@ -20,7 +20,7 @@ pub struct RunScales {
 
 /// Layout of the blocks of a format.
 pub trait BlockCodec {
-    /// Elements of a block: 32 or 256.
+    /// Elements of a block: 32, 64, 128 or 256.
     const ELEMENTS: usize;
     /// Bytes of a block.
     const BYTES: usize;
@@ -97,13 +97,13 @@ fn half(block: &[u8], at: usize) -> f32 {
 
 /// Returns the same scale and offset for all runs.
 #[inline(always)]
-fn same(scale: f32, offset: f32) -> RunScales {
+pub(super) fn same(scale: f32, offset: f32) -> RunScales {
     RunScales { scales: [scale; RUNS], offsets: [offset; RUNS] }
 }
 
 /// Returns the low half of each of 16 bytes, then the high half of each, less `zero`.
 #[inline(always)]
-fn halves_of_bytes(bytes: &[u8], zero: i8) -> [i8; CODES] {
+pub(super) fn halves_of_bytes(bytes: &[u8], zero: i8) -> [i8; CODES] {
     let bytes: &[u8; CODES / 2] = bytes[..CODES / 2].try_into().expect("16 bytes");
     let mut codes = [0; CODES];
     for (index, byte) in bytes.iter().enumerate() {
@@ -223,7 +223,7 @@ fn halves_of_parts(bytes: &[u8], part: usize) -> [u8; CODES] {
 
 /// Returns the first 32 bytes as signed codes. A loop, here and above: `map` of an array is not compiled for the caller's instructions.
 #[inline(always)]
-fn signed(bytes: &[u8]) -> [i8; CODES] {
+pub(super) fn signed(bytes: &[u8]) -> [i8; CODES] {
     let mut codes = [0; CODES];
     for (code, byte) in codes.iter_mut().zip(&bytes[..CODES]) {
         *code = byte.cast_signed();

@@ -59,6 +59,26 @@ pub enum CheckpointError {
         /// Description of the problem.
         reason: String,
     },
+    /// The description of a model's quantization is damaged, or its method is not supported.
+    #[error(
+        "{path}: {source}; transformers decodes other models: load with dequantize=True, then save_pretrained"
+    )]
+    Quantization {
+        /// File with the description.
+        path: PathBuf,
+        /// Description of the problem.
+        source: crate::quantized::QuantizationError,
+    },
+    /// The tensors of a quantized module are not those that its description implies.
+    #[error("{path}: quantized module `{module}`: {reason}")]
+    PackedTensor {
+        /// Directory of the model.
+        path: PathBuf,
+        /// Name of the module.
+        module: String,
+        /// Description of the problem.
+        reason: String,
+    },
     /// A directory holds checkpoints but is not one itself.
     #[error("{path} has neither manifest.json nor config.json, it holds checkpoints; did you mean {newest}?")]
     ParentDirectory {
@@ -403,6 +423,7 @@ impl CheckpointError {
                 | Self::Adapter { .. }
                 | Self::Header { .. }
                 | Self::Gguf { .. }
+                | Self::PackedTensor { .. }
                 | Self::UnsafeName { .. }
                 | Self::Index { .. }
                 | Self::MissingWeight { .. }

@@ -308,13 +308,13 @@ fn file_type(stored: StoredElements) -> u32 {
     match stored {
         StoredElements::Dense(DType::F16) => 1,
         StoredElements::Dense(DType::BF16) => 32,
-        StoredElements::Dense(_) => 0,
         StoredElements::Blocks(BlockFormat::Q4_0) => 2,
         StoredElements::Blocks(BlockFormat::Q4_1) => 3,
         StoredElements::Blocks(BlockFormat::Q8_0) => 7,
         StoredElements::Blocks(BlockFormat::Q4K) => 14,
         StoredElements::Blocks(BlockFormat::Q5K) => 16,
         StoredElements::Blocks(BlockFormat::Q6K) => 18,
+        StoredElements::Dense(_) | StoredElements::Blocks(_) => 0,
     }
 }
 

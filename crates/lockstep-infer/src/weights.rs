@@ -1,6 +1,6 @@
 //! Weights in the type of the model's files. Without a memory limit, a tensor that the model reads as it is stored stays in the
 //! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory.
-//! Quantized matrices stay quantized, whatever the type of the other weights. With a limit, weights are read into memory or streamed
+//! Quantized matrices stay quantized, whatever the type of the other weights: in the mapped file, or repacked into blocks. With a limit, weights are read into memory or streamed
 //! ([`HeldUnits`]), and quantized ones are decoded.
 
 use std::{
@@ -27,8 +27,8 @@ pub(crate) struct ModelWeights {
     /// The parameters that are converted into memory.
     pub(crate) converted: StateStore,
     files: Vec<MappedTensors>,
-    /// Quantized parameters whose rows are stored in another order than the model's.
-    reordered: Vec<Tensor>,
+    /// Quantized parameters that are stored in another layout than kernels read.
+    repacked: Vec<Tensor>,
     /// Places of the parameters that stay as they are stored, by [`ParameterId`].
     stored: Vec<Option<StoredPlace>>,
     /// Bytes of the parameters in files, tied ones once.
@@ -50,8 +50,8 @@ struct StoredPlace {
 enum Source {
     /// A file, and the byte of the first element.
     File { file: usize, offset: usize },
-    /// Index among the reordered parameters.
-    Reordered(usize),
+    /// Index among the repacked parameters.
+    Repacked(usize),
 }
 
 /// Mapped files by path.
@@ -87,7 +87,7 @@ impl ModelWeights {
     ) -> Result<Self, InferError> {
         let ids: HashMap<&str, usize> =
             records.iter().enumerate().map(|(id, record)| (record.name.as_str(), id)).collect();
-        let (mut files, mut reordered) = (Files::default(), Vec::new());
+        let (mut files, mut repacked) = (Files::default(), Vec::new());
         let mut stored: Vec<Option<StoredPlace>> = vec![None; records.len()];
         let parameters = directory.stored_parameters();
         for parameter in &parameters {
@@ -95,8 +95,20 @@ impl ModelWeights {
             let shape = Shape::from(records[id].shape.as_slice());
             if parameter.elements == shape.elements() && stays_stored(parameter, dtype, shape) {
                 let file = files.index(parameter.file)?;
-                stored[id] = place(parameter, shape, (file, &files.files[file]), &mut reordered, arena)?;
+                stored[id] = place(parameter, shape, (file, &files.files[file]), &mut repacked, arena)?;
             }
+        }
+        for parameter in directory.packed_parameters() {
+            let Some(&id) = ids.get(parameter.name) else { continue };
+            if records[id].shape != parameter.shape {
+                continue;
+            }
+            let mut blocks = vec![0; parameter.bytes()];
+            parameter.pack(&mut blocks)?;
+            repacked.push(Tensor::from_slice(arena, [blocks.len()], &blocks, MemoryCategory::Parameters)?);
+            let (source, shape) = (Source::Repacked(repacked.len() - 1), Shape::from(parameter.shape));
+            stored[id] =
+                Some(StoredPlace { source, stored: StoredElements::Blocks(parameter.format), shape });
         }
         let is_converted: Vec<bool> = stored.iter().map(Option::is_none).collect();
         let converted = convert(directory, records, &is_converted, dtype, arena)?;
@@ -108,7 +120,7 @@ impl ModelWeights {
                     .map(|place| StoredPlace { shape: Shape::from(record.shape.as_slice()), ..place });
             }
         }
-        Ok(Self { converted, files: files.files, reordered, stored, in_place_bytes, held: None })
+        Ok(Self { converted, files: files.files, repacked, stored, in_place_bytes, held: None })
     }
 
     /// Loads the weights of a model, of which `resident` says for each parameter whether it stays in memory. Those of the
@@ -141,7 +153,7 @@ impl ModelWeights {
         let layouts = UnitLayout::of_units(&parts, resident);
         let held = HeldUnits::load(parts, layouts, buffers, arena, kernels)?;
         let held = Some(RefCell::new(held));
-        Ok(Self { converted, files, reordered: Vec::new(), stored, in_place_bytes, held })
+        Ok(Self { converted, files, repacked: Vec::new(), stored, in_place_bytes, held })
     }
 
     /// Maps the files of the tables that are not resident.
@@ -198,8 +210,8 @@ impl ModelWeights {
 
     /// Returns the bytes of the parameters in memory.
     pub(crate) fn converted_bytes(&self) -> usize {
-        let reordered: usize = self.reordered.iter().map(|tensor| tensor.view().elements()).sum();
-        self.converted.len_bytes() + reordered
+        let repacked: usize = self.repacked.iter().map(|tensor| tensor.view().elements()).sum();
+        self.converted.len_bytes() + repacked
     }
 
     /// Returns the parameters that stay as they are stored, by [`ParameterId`].
@@ -210,7 +222,7 @@ impl ModelWeights {
     fn matrix(&self, place: &StoredPlace) -> Option<Matrix<'_>> {
         let bytes = |dtype, shape: Shape| match place.source {
             Source::File { file, offset } => self.files[file].view(dtype, offset, shape),
-            Source::Reordered(index) => Some(self.reordered[index].view()),
+            Source::Repacked(index) => Some(self.repacked[index].view()),
         };
         match place.stored {
             StoredElements::Dense(dtype) => bytes(dtype, place.shape).map(Matrix::Dense),
@@ -268,7 +280,7 @@ fn place(
     parameter: &StoredParameter<'_>,
     shape: Shape,
     (file, map): (usize, &MappedTensors),
-    reordered: &mut Vec<Tensor>,
+    repacked: &mut Vec<Tensor>,
     arena: &Arena,
 ) -> Result<Option<StoredPlace>, InferError> {
     let (stored, offset) = (parameter.stored, parameter.offset);
@@ -286,8 +298,8 @@ fn place(
             ordered.copy_from_slice(&bytes[parameter.order.stored_row(row) * row_bytes..][..row_bytes]);
         }
         let category = MemoryCategory::Parameters;
-        reordered.push(Tensor::from_slice(arena, [ordered.len()], &ordered, category)?);
-        place.source = Source::Reordered(reordered.len() - 1);
+        repacked.push(Tensor::from_slice(arena, [ordered.len()], &ordered, category)?);
+        place.source = Source::Repacked(repacked.len() - 1);
     }
     Ok(Some(place))
 }

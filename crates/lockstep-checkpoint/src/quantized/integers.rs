@@ -297,7 +297,7 @@ impl<'a> IntegerMatrix<'a> {
                     let place = if is_awq { awq_half(output % 8) } else { output % per_word };
                     let word = word(words, group * self.outputs.div_ceil(per_word) + output / per_word);
                     let stored = u32::from(field(word, bits, place));
-                    (stored + shift & ((1 << bits) - 1)) as u8
+                    ((stored + shift) & ((1 << bits) - 1)) as u8
                 }
                 Zeros::DownOutputs { words, bits } => {
                     let per_word = 32 / bits;

@@ -29,6 +29,7 @@ mod placement_plan;
 mod run_memory;
 mod sample;
 mod scheduler;
+mod stored_weights;
 mod stream;
 mod unit_layout;
 mod weights;

@@ -93,10 +93,11 @@ impl LoadedModel {
         let places = Places { context: ContextPlace::default(), ..ranks.groups().places() };
         let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits, places);
         let stage = ranks.groups().stage(recorded.units());
-        let weights = ModelWeights::load(directory, (recorded.records(), stage), dtype, &arena)?;
         let mut queue = queue(&arena, options.threads)?;
         let int8 = if dtype == DType::F32 { BlockActivations::Float } else { BlockActivations::Int8 };
         queue.set_block_activations(options.activations.unwrap_or(int8));
+        let records = (recorded.records(), stage);
+        let weights = ModelWeights::load(directory, records, dtype, (&arena, &*queue))?;
         if let Some(group) = ranks.group() {
             // Collectives on one machine use the compute threads rather than a core of their own.
             group.set_workers(queue.workers());

@@ -14,7 +14,7 @@ use std::{
 };
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
-use lockstep_checkpoint::{CheckpointError, ModelDirectory, RowOrder, StoredParameter, gguf::StoredElements};
+use lockstep_checkpoint::{CheckpointError, ModelDirectory, RowOrder, gguf::StoredElements};
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
@@ -23,6 +23,7 @@ use crate::{
     InferError,
     device_map::{ModelParts, WeightPlace},
     held::HeldUnits,
+    stored_weights::{Source, StoredPlace, StoredShard, byte_ranges, copy},
     unit_layout::UnitLayout,
 };
 
@@ -31,8 +32,8 @@ pub(crate) struct ModelWeights {
     /// The parameters that are converted into memory.
     pub(crate) converted: StateStore,
     files: Vec<MappedTensors>,
-    /// Parameters in memory that are not converted: shards that are not contiguous in their files, quantized matrices whose rows are
-    /// stored in another order than the model's, and those that are stored in another layout than kernels read.
+    /// Parameters that are copied as they are stored: shards that are not contiguous in their files, and quantized matrices whose
+    /// rows are stored in another order than the model's.
     copied: Vec<Buffer>,
     /// Places of the parameters that stay as they are stored, by [`ParameterId`].
     stored: Vec<Option<StoredPlace>>,
@@ -40,23 +41,6 @@ pub(crate) struct ModelWeights {
     pub(crate) in_place_bytes: usize,
     /// Resident and streamed weights; `None` without a memory limit.
     held: Option<RefCell<HeldUnits>>,
-}
-
-/// Place of a parameter that stays as it is stored.
-#[derive(Debug, Clone, Copy)]
-struct StoredPlace {
-    source: Source,
-    stored: StoredElements,
-    shape: Shape,
-}
-
-/// Memory of a stored parameter.
-#[derive(Debug, Clone, Copy)]
-enum Source {
-    /// A file, and the byte of the first element.
-    File { file: usize, offset: usize },
-    /// Index among the copied parameters.
-    Copied(usize),
 }
 
 /// Mapped files by path.
@@ -88,42 +72,47 @@ impl ModelWeights {
         directory: &ModelDirectory,
         (records, stage): (&[ParameterRecord], Range<usize>),
         dtype: DType,
-        arena: &Arena,
+        (arena, kernels): (&Arena, &dyn Kernels),
     ) -> Result<Self, InferError> {
         let is_read = read_by(records, stage);
         let ids: HashMap<&str, usize> = records
             .iter()
             .enumerate()
-            .filter(|(id, _)| is_read[*id])
+            .filter(|(id, record)| is_read[*id] && record.tie.is_none())
             .map(|(id, record)| (record.name.as_str(), id))
             .collect();
         let (mut files, mut copied) = (Files::default(), Vec::new());
         let mut stored: Vec<Option<StoredPlace>> = vec![None; records.len()];
         let parameters = directory.stored_parameters();
-        for parameter in &parameters {
-            let Some(&id) = ids.get(parameter.name) else { continue };
-            let shard = StoredShard::of(parameter, &records[id]);
-            if shard.stays_stored(parameter.elements, dtype) {
-                let file = files.index(parameter.file)?;
-                let place = (file, &files.files[file], parameter.offset);
-                stored[id] = shard.place(place, &mut copied, arena)?;
-            }
+        let known = parameters.iter().filter_map(|parameter| Some((parameter, *ids.get(parameter.name)?)));
+        let shards = known.map(|(parameter, id)| (id, StoredShard { parameter, record: &records[id] }));
+        let (kept, others): (Vec<_>, Vec<_>) = shards.partition(|(_, shard)| shard.stays_stored(dtype));
+        for (id, shard) in kept {
+            let file = files.index(shard.parameter.file)?;
+            stored[id] = shard.place((file, &files.files[file]), &mut copied, arena)?;
         }
         for parameter in directory.packed_parameters() {
             let Some(&id) = ids.get(parameter.name) else { continue };
-            let (stored_as, order) = (StoredElements::Blocks(parameter.format), RowOrder::Same);
-            let shard = StoredShard { stored: stored_as, order, record: &records[id] };
-            let Some(ranges) = shard.byte_ranges().filter(|_| shard.record.shape == parameter.shape) else {
-                continue;
-            };
+            let (packed, record) = (StoredElements::Blocks(parameter.format), &records[id]);
+            let ranges = byte_ranges(packed, RowOrder::Same, record);
+            let Some(ranges) = ranges.filter(|_| record.shape == parameter.shape) else { continue };
             let mut blocks = vec![0; parameter.bytes()];
             parameter.pack(&mut blocks)?;
             let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
-            stored[id] = Some(shard.copy(&pieces.concat(), &mut copied, arena)?);
+            stored[id] = Some(copy(&pieces, (packed, record), &mut copied, arena)?);
         }
-        let is_converted: Vec<bool> =
+        let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
-        let converted = convert(directory, records, &is_converted, dtype, arena)?;
+        let category = MemoryCategory::Parameters;
+        let converted =
+            StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
+        let mut sources = Files::default();
+        for (id, shard) in others {
+            let file = sources.index(shard.parameter.file)?;
+            let is_cast = shard.cast(&sources.files[file], converted.view(ParameterId(id)), kernels);
+            is_converted[id] &= !is_cast;
+        }
+        convert(directory, records, &is_converted, &converted)?;
         let in_files = stored.iter().flatten().filter(|place| matches!(place.source, Source::File { .. }));
         let in_place_bytes = in_files.map(StoredPlace::bytes).sum();
         for (id, record) in records.iter().enumerate() {
@@ -158,7 +147,10 @@ impl ModelWeights {
             is_made.iter().zip(resident).all(|(is_made, is_resident)| *is_resident || !is_made),
             "only weights that are stored as they are used are on disk"
         );
-        let converted = convert(directory, &parts.records, &is_made, dtype, arena)?;
+        let category = MemoryCategory::Parameters;
+        let converted =
+            StateStore::zeros_of_selected(arena, &parts.records, |id| is_made[id], dtype, category)?;
+        convert(directory, &parts.records, &is_made, &converted)?;
         let (files, stored) = Self::map_tables(&parts, resident)?;
         let in_place_bytes =
             stored.iter().flatten().map(|place| place.shape.elements() * dtype.size_bytes()).sum();
@@ -246,14 +238,6 @@ impl ModelWeights {
     }
 }
 
-impl StoredPlace {
-    /// Returns the bytes of the elements.
-    fn bytes(&self) -> usize {
-        let (rows, columns) = self.shape.as_matrix();
-        self.stored.row_bytes(columns).map_or(0, |row| row * rows)
-    }
-}
-
 /// Returns the elements of a parameter that the rank holds.
 fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
     let mut ranges = record.share.element_ranges(&record.shape).map(|(first, len)| first..first + len);
@@ -266,16 +250,13 @@ fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
     }
 }
 
-/// Reads this rank's shards of parameters into memory in type `dtype`: those that `is_converted` is true for.
+/// Reads this rank's shards of parameters into `store`: those that `is_converted` is true for.
 fn convert(
     directory: &ModelDirectory,
     records: &[ParameterRecord],
     is_converted: &[bool],
-    dtype: DType,
-    arena: &Arena,
-) -> Result<StateStore, InferError> {
-    let category = MemoryCategory::Parameters;
-    let store = StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
+    store: &StateStore,
+) -> Result<(), InferError> {
     let converted = records.iter().enumerate().filter(|(id, _)| is_converted[*id]);
     let ids: HashMap<&str, ParameterId> =
         converted.map(|(id, record)| (record.name.as_str(), ParameterId(id))).collect();
@@ -288,7 +269,7 @@ fn convert(
             },
         )?;
     }
-    Ok(store)
+    Ok(())
 }
 
 /// Returns for each parameter whether a unit of `stage` reads it, a tied one through the parameter that owns its weights.
@@ -300,105 +281,6 @@ fn read_by(records: &[ParameterRecord], stage: Range<usize>) -> Vec<bool> {
         }
     }
     is_read
-}
-
-/// This rank's shard of a stored parameter.
-struct StoredShard<'a> {
-    stored: StoredElements,
-    order: RowOrder,
-    record: &'a ParameterRecord,
-}
-
-impl<'a> StoredShard<'a> {
-    fn of(parameter: &StoredParameter<'_>, record: &'a ParameterRecord) -> Self {
-        Self { stored: parameter.stored, order: parameter.order, record }
-    }
-
-    /// Returns true if the kernels of a model of type `dtype` read the parameter, which has `elements` elements, as it is stored.
-    fn stays_stored(&self, elements: usize, dtype: DType) -> bool {
-        let is_readable = match self.stored {
-            StoredElements::Dense(stored) => stored == dtype && self.order == RowOrder::Same,
-            StoredElements::Blocks(_) => self.record.shape.len() == 2,
-        };
-        is_readable && elements == self.record.elements()
-    }
-
-    /// Returns the place of the shard; `None` if it is not aligned to its elements or cuts a block of quantized ones. A shard that is
-    /// not contiguous in the file, or whose rows have another order there, is copied.
-    fn place(
-        &self,
-        (file, map, offset): (usize, &MappedTensors, usize),
-        copied: &mut Vec<Buffer>,
-        arena: &Arena,
-    ) -> Result<Option<StoredPlace>, InferError> {
-        let stored = self.stored;
-        let Some(ranges) = self.byte_ranges() else { return Ok(None) };
-        let shape = Shape::from(self.record.local_shape().as_slice());
-        if let [range] = ranges.as_slice() {
-            let start = offset + range.start;
-            let view = match stored {
-                StoredElements::Dense(dtype) => map.view(dtype, start, shape),
-                StoredElements::Blocks(_) => map.view(DType::U8, start, [range.len()]),
-            };
-            let source = Source::File { file, offset: start };
-            return Ok(view.map(|_| StoredPlace { source, stored, shape }));
-        }
-        let mut bytes = vec![0_u8; ranges.iter().map(Range::len).sum()];
-        let mut rest = bytes.as_mut_slice();
-        for range in &ranges {
-            let Some(view) = map.view(DType::U8, offset + range.start, [range.len()]) else {
-                return Ok(None);
-            };
-            let (piece, after) = rest.split_at_mut(range.len());
-            view.copy_to(piece);
-            rest = after;
-        }
-        Ok(Some(self.copy(&bytes, copied, arena)?))
-    }
-
-    /// Copies the bytes of the shard.
-    fn copy(&self, bytes: &[u8], copied: &mut Vec<Buffer>, arena: &Arena) -> Result<StoredPlace, InferError> {
-        let buffer = arena.allocate(bytes.len(), MemoryCategory::Parameters)?;
-        buffer.view(DType::U8, 0, [bytes.len()]).copy_from(bytes);
-        copied.push(buffer);
-        let shape = Shape::from(self.record.local_shape().as_slice());
-        Ok(StoredPlace { source: Source::Copied(copied.len() - 1), stored: self.stored, shape })
-    }
-
-    /// Returns the ranges of the parameter's bytes that the rank holds, in the order of the shard's elements; `None` if they cut a
-    /// block.
-    fn byte_ranges(&self) -> Option<Vec<Range<usize>>> {
-        let Self { stored, record, .. } = self;
-        let columns = record.shape.last().copied().unwrap_or(1).max(1);
-        let row_bytes = stored.row_bytes(columns)?;
-        let byte_of =
-            |element: usize| Some(element / columns * row_bytes + stored.row_bytes(element % columns)?);
-        let mut ranges: Vec<Range<usize>> = Vec::new();
-        for (first, len) in record.share.element_ranges(&record.shape) {
-            for piece in self.in_stored_order(first..first + len, columns) {
-                let bytes = byte_of(piece.start)?..byte_of(piece.end)?;
-                match ranges.last_mut() {
-                    Some(last) if last.end == bytes.start => last.end = bytes.end,
-                    _ => ranges.push(bytes),
-                }
-            }
-        }
-        Some(ranges)
-    }
-
-    /// Returns where a range of the parameter's elements is stored, in pieces.
-    fn in_stored_order(&self, elements: Range<usize>, columns: usize) -> Vec<Range<usize>> {
-        let order = self.order;
-        if order == RowOrder::Same {
-            return vec![elements];
-        }
-        let row_of = |row: usize| {
-            let part = elements.start.max(row * columns)..elements.end.min((row + 1) * columns);
-            let start = order.stored_row(row) * columns + part.start % columns;
-            start..start + part.len()
-        };
-        (elements.start / columns..elements.end.div_ceil(columns)).map(row_of).collect()
-    }
 }
 
 /// Weights of a model as a runner asks for them.

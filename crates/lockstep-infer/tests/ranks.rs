@@ -224,6 +224,28 @@ fn quantized_weights_are_sharded() {
 }
 
 #[test]
+fn weights_of_another_type_are_cast_shard_by_shard() {
+    let dtype = Some(DType::BF16);
+    for family in ["gpt2", "llama", "mixtral", "phi3"] {
+        let directory = fixture(family);
+        let options = LoadOptions { dtype, ..LoadOptions::new(1) };
+        let one = LoadedModel::load(&ModelDirectory::open(&directory).unwrap(), options).unwrap();
+        let mesh = Degrees { pipeline: 2, ..Degrees::default() };
+        let stages = check_plan(one.config(), &Plan { mesh, ..Plan::default() }, PlannedWork::Generation);
+        for found in on_ranks(&directory, &stages.unwrap(), dtype, found_by) {
+            assert_eq!(found, found_by(&one), "{family}");
+        }
+        let tensor = plan_over(one.config(), &Plan::default(), 2);
+        let tensor = check_plan(one.config(), &tensor, PlannedWork::Generation).unwrap();
+        let [_, whole] = one.weight_bytes();
+        // Buffers of small units are rounded up.
+        for [in_place, converted] in on_ranks(&directory, &tensor, dtype, LoadedModel::weight_bytes) {
+            assert!(in_place == 0 && converted < whole * 3 / 4, "{family}: {converted} of {whole} bytes");
+        }
+    }
+}
+
+#[test]
 fn an_evaluation_has_the_loss_of_one_rank() {
     let dir = tempfile::tempdir().unwrap();
     let text = dir.path().join("text.txt");

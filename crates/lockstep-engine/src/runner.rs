@@ -19,7 +19,7 @@ use lockstep_plan::{
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, TensorError, View, find_tensor};
 
 use crate::{
-    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Offload, UnitParameters, Weights,
+    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Offload, UnitParameters,
     boundaries::{boundary, message, message_bytes},
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
@@ -31,7 +31,7 @@ use crate::{
 
 /// Memory of the micro-batches in flight, and everything that a replay reads besides weights.
 pub struct Runner {
-    stages: Vec<Stage>,
+    pub(crate) stages: Vec<Stage>,
     workspace: Buffer,
     /// Gradients of unit outputs; a unit's backward reads one and writes the other.
     boundary: [Buffer; 2],
@@ -48,7 +48,7 @@ pub struct Runner {
     positions: Vec<u32>,
     seed: u64,
     /// Process groups of this rank.
-    groups: Groups,
+    pub(crate) groups: Groups,
     /// Buffers for keys and values of other ranks in ring attention; `None` without it.
     ring: Option<Ring>,
     /// Buffer for collectives that overlap with matrix products; `None` without such overlap.
@@ -87,16 +87,6 @@ impl Runner {
     pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, EngineError> {
         let stages = [StageMemory::whole(model.units())];
         Self::in_groups(model, arena, seed, Groups::alone(), &stages, None)
-    }
-
-    /// Allocates memory for forwards of `model`, which was recorded for this rank of `groups`, in the rank's stage of the pipeline.
-    ///
-    /// # Errors
-    /// If memory runs out.
-    pub fn for_evaluation(model: &RecordedModel, arena: &Arena, groups: Groups) -> Result<Self, EngineError> {
-        let units = groups.stage(model.units());
-        let stages = [StageMemory { units, slots: 1, splits_backward: false }];
-        Self::in_groups(model, arena, 0, groups, &stages, None)
     }
 
     /// Allocates memory for `stages` of `model`, which was recorded for this rank of `groups`. With `offload`,
@@ -172,50 +162,6 @@ impl Runner {
     /// Returns the timeline, which records the times of operations while it is enabled.
     pub fn timeline(&self) -> &Timeline {
         &self.timeline
-    }
-
-    /// Runs the forward of every unit.
-    ///
-    /// # Errors
-    /// If another rank is lost or does not answer in time, or a disk of offloaded state fails.
-    pub fn forward(
-        &mut self,
-        model: &RecordedModel,
-        queue: &dyn Kernels,
-        mut weights: Weights<'_>,
-        batch: &HostBatch<'_>,
-    ) -> Result<(), EngineError> {
-        self.forward_from(model, queue, &mut weights, batch)
-    }
-
-    /// Runs the forward of every unit, with weights that are made ready unit by unit. In a pipeline, the rank receives the output of
-    /// the stage before its own, runs its units, and sends their output to the next stage.
-    ///
-    /// # Errors
-    /// As [`Runner::forward`], or if the weights of a unit cannot be had.
-    pub fn forward_from(
-        &mut self,
-        model: &RecordedModel,
-        queue: &dyn Kernels,
-        weights: &mut dyn WeightSource,
-        batch: &HostBatch<'_>,
-    ) -> Result<(), EngineError> {
-        batch.check(model)?;
-        let place = PassLocation::default();
-        self.load(model, place, batch);
-        let groups = self.groups.clone();
-        let pipeline = groups.pipeline_peers();
-        let Stage { units, slots, .. } = &self.stages[place.stage];
-        let units = units.clone();
-        if let (Some(pipeline), Some(input)) = (pipeline, &slots[place.slot].input) {
-            pipeline.receive(message(model, units.start - 1, input, 0), pipeline.group.rank() - 1)?;
-        }
-        self.forward_stage(model, place, queue, weights, Purpose::Evaluation)?;
-        if let Some(pipeline) = pipeline.filter(|_| units.end < model.units()) {
-            let (output, start) = self.output_of(model, place, units.end - 1);
-            pipeline.send(message(model, units.end - 1, output, start), pipeline.group.rank() + 1)?;
-        }
-        Ok(())
     }
 
     /// Runs the forward of a stage on the micro-batch that was loaded into the slot of `place`.
@@ -415,7 +361,12 @@ impl Runner {
     }
 
     /// Returns the buffer and the byte offset of a unit's output, or of this rank's slice of it.
-    fn output_of(&self, model: &RecordedModel, place: PassLocation, unit: usize) -> (&Buffer, usize) {
+    pub(crate) fn output_of(
+        &self,
+        model: &RecordedModel,
+        place: PassLocation,
+        unit: usize,
+    ) -> (&Buffer, usize) {
         let Stage { units, slots, .. } = &self.stages[place.stage];
         match &slots[place.slot].output {
             Some(output) if unit + 1 == units.end => (output, 0),

@@ -11,8 +11,11 @@
 //! All ranks run the same scheduler on the same requests, and the logits have the same bits on all of them, so the ranks draw the
 //! same tokens without a message about them.
 
+use lockstep_config::{RunConfig, plan::facts_of};
 use lockstep_model::{ModelConfig, parameter_records};
-use lockstep_plan::{CheckedPlan, Degrees, Plan, PlanProblem, Residences, StepFacts, TensorDimensions};
+use lockstep_plan::{
+    CheckedPlan, Degrees, Facts, Plan, PlanProblem, Residences, StepFacts, TensorDimensions,
+};
 
 use crate::InferError;
 
@@ -59,7 +62,9 @@ pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Resul
         PlannedWork::Evaluation { seq_len } => seq_len,
     };
     let step = StepFacts { global_batch: 1, seq_len, ..StepFacts::default() };
-    let facts = config.facts(step, plan.mesh.world_size().unwrap_or(0));
+    // A plan file names its model.
+    let model = facts_of(&RunConfig::default(), config).model;
+    let facts = Facts { model, ..config.facts(step, plan.mesh.world_size().unwrap_or(0)) };
     // Collectives of a pass are small, so chunks of them would hide nothing.
     let plan = Plan { tensor_chunks: Some(1), micro_batch: None, predicted: None, ..plan.clone() };
     let resolved = plan.resolved(&facts, || unit_elements(config)).unwrap_or(plan);
@@ -171,8 +176,9 @@ mod tests {
             assert!(found.contains(part), "{part} is not in {found}");
         }
         let mesh = Degrees { tensor: 5, ..Degrees::default() };
-        let plan = Plan { mesh, ..Plan::default() };
+        let plan = Plan { mesh, model: "another".to_owned(), ..Plan::default() };
         let found = problems("llama3-8b", &plan, PlannedWork::Generation).join("; ");
         assert!(found.contains("tensor 5 does not divide the 32 attention heads"), "{found}");
+        assert!(found.contains("the plan is for the model another"), "{found}");
     }
 }

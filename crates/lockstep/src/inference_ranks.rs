@@ -14,7 +14,7 @@ use lockstep_launch::{is_launched, place, started_group};
 use lockstep_model::ModelConfig;
 use lockstep_plan::CheckedPlan;
 
-use crate::exit::Failure;
+use crate::exit::{Failure, INTERRUPTED};
 use crate::launch::{Given, start};
 use crate::launching::variable;
 use crate::output;
@@ -91,7 +91,8 @@ impl RankArguments {
         }
         if !is_rank {
             let ranks = config.plan.mesh.world_size().unwrap_or(1);
-            if let Some(code) = start(&self.given, ranks, config.parallel.transport.into())? {
+            let started = start(&self.given, ranks, config.parallel.transport.into());
+            if let Some(code) = started.map_err(named_interrupt)? {
                 return Ok(Joined::Ended(code));
             }
         }
@@ -123,6 +124,14 @@ impl RankArguments {
         Ok(RunConfig::default()
             .with_changes(plan.as_ref(), &self.settings)
             .map_err(lockstep_config::Error::from)?)
+    }
+}
+
+/// Returns the failure of the ranks; a signal ends them at once, since an inference has nothing to save.
+fn named_interrupt(failure: Failure) -> Failure {
+    match failure.code {
+        INTERRUPTED => Failure { message: "interrupted".to_owned(), ..failure },
+        _ => failure,
     }
 }
 

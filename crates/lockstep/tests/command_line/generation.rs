@@ -106,6 +106,9 @@ fn several_ranks_generate_and_measure_what_one_does() {
         assert_eq!(generate(&workshop, &[&told[..], plan].concat()).json(), expected, "{plan:?}");
         assert!((loss(plan) / loss(&[]) - 1.0).abs() < 1e-5, "{plan:?}");
     }
+    let of_training = ["plan", "run.toml", "--set", "parallel.tensor_parallel=2", "-o", "plan.json"];
+    workshop.run(&of_training).succeeds();
+    assert_eq!(generate(&workshop, &[&told[..], &["--plan", "plan.json"]].concat()).json(), expected);
     let context = loss(&["--set", "parallel.context_parallel=2"]);
     assert!((context / loss(&[]) - 1.0).abs() < 1e-5, "{context}");
     let beams = ["--num-beams", "3", "--prompt", "All", "--max-new-tokens", "5", "--json"];

@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use lockstep_checkpoint::ModelDirectory;
+use lockstep_checkpoint::{ModelDirectory, WeightQuantization};
 use lockstep_data::Tokenizer;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryBytes};
-use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
+use lockstep_tensor::{Arena, BlockActivations, DiskTraffic, Queue, Summation};
 
 use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription, placement_plan::CHUNK, run_memory::record,
@@ -20,6 +20,23 @@ pub struct LoadOptions {
     pub threads: usize,
     /// Type of weights and activations: f32, bf16 or f16; `None` takes that of most weights in the files.
     pub dtype: Option<DType>,
+    /// Type of the activations in products with quantized weights; `None` takes int8, but the activations' own type if that is
+    /// f32.
+    pub activations: Option<BlockActivations>,
+    /// Quantization of the matrices of linear layers that are stored as numbers; `None` leaves them.
+    pub quantize: Option<WeightQuantization>,
+}
+
+impl LoadOptions {
+    /// Returns the options of a model in the type of its files.
+    pub fn new(threads: usize) -> Self {
+        Self { threads, dtype: None, activations: None, quantize: None }
+    }
+
+    /// Returns the options with weights and activations in type `dtype`.
+    pub fn with_dtype(self, dtype: DType) -> Self {
+        Self { dtype: Some(dtype), ..self }
+    }
 }
 
 /// A model, and a queue to run it on.
@@ -41,7 +58,7 @@ impl LoadedModel {
     /// # Errors
     /// If a file is missing, damaged or does not fit the model, the model is no causal language model, or memory runs out.
     pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
-        Self::load(&ModelDirectory::open(dir)?, LoadOptions { threads, dtype: None })
+        Self::load(&ModelDirectory::open(dir)?, LoadOptions::new(threads))
     }
 
     /// Loads a model. Weights that are stored in the type that is asked for are used where they lie in their files; all others
@@ -54,8 +71,10 @@ impl LoadedModel {
         let arena = Arena::new();
         let description = ModelDescription::of(directory)?;
         let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits);
-        let weights = ModelWeights::load(directory, recorded.records(), dtype, &arena)?;
-        let queue = queue(&arena, options.threads)?;
+        let weights = ModelWeights::load(directory, recorded.records(), (dtype, options.quantize), &arena)?;
+        let mut queue = queue(&arena, options.threads)?;
+        let int8 = if dtype == DType::F32 { BlockActivations::Float } else { BlockActivations::Int8 };
+        queue.set_block_activations(options.activations.unwrap_or(int8));
         Ok(Self::of(description, weights, (dtype, CHUNK), arena, queue))
     }
 

@@ -10,9 +10,12 @@ use std::{
 };
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
-use lockstep_checkpoint::{CheckpointError, ModelDirectory, RowOrder, StoredParameter, gguf::StoredElements};
+use lockstep_checkpoint::{
+    CheckpointError, ModelDirectory, RowOrder, StoredParameter, WeightQuantization, encode_blocks,
+    gguf::StoredElements, is_quantizable,
+};
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, BlockMatrix, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, Tensor, View};
 
 use crate::{
@@ -75,14 +78,14 @@ impl<'p> Files<'p> {
 }
 
 impl ModelWeights {
-    /// Loads the weights of `records` in type `dtype`.
+    /// Loads the weights of `records` in type `dtype`, the matrices of linear layers quantized if that is asked for.
     ///
     /// # Errors
     /// If a file is damaged or cannot be mapped, or memory runs out.
     pub(crate) fn load(
         directory: &ModelDirectory,
         records: &[ParameterRecord],
-        dtype: DType,
+        (dtype, quantization): (DType, Option<WeightQuantization>),
         arena: &Arena,
     ) -> Result<Self, InferError> {
         let ids: HashMap<&str, usize> =
@@ -109,6 +112,9 @@ impl ModelWeights {
             let (source, shape) = (Source::Repacked(repacked.len() - 1), Shape::from(parameter.shape));
             stored[id] =
                 Some(StoredPlace { source, stored: StoredElements::Blocks(parameter.format), shape });
+        }
+        if let Some(quantization) = quantization {
+            quantize(directory, records, quantization, (&mut stored, &mut repacked), arena)?;
         }
         let is_converted: Vec<bool> = stored.iter().map(Option::is_none).collect();
         let converted = convert(directory, records, &is_converted, dtype, arena)?;
@@ -240,6 +246,43 @@ impl StoredPlace {
         let (rows, columns) = self.shape.as_matrix();
         self.stored.row_bytes(columns).map_or(0, |row| row * rows)
     }
+}
+
+/// Quantizes the matrices of linear layers that are numbers, one at a time.
+fn quantize(
+    directory: &ModelDirectory,
+    records: &[ParameterRecord],
+    quantization: WeightQuantization,
+    (stored, repacked): (&mut [Option<StoredPlace>], &mut Vec<Tensor>),
+    arena: &Arena,
+) -> Result<(), InferError> {
+    let mut formats: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
+    for (id, record) in records.iter().enumerate() {
+        let is_number = stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)));
+        if record.tie.is_none()
+            && is_number
+            && is_quantizable(&record.name, &record.shape)
+            && let Some(format) = quantization.format(record.shape[1])
+        {
+            formats.insert(record.name.as_str(), (id, format));
+        }
+    }
+    directory.for_each_selected(
+        |name| formats.contains_key(name),
+        |name, values| -> Result<(), InferError> {
+            let (id, format) = formats[name];
+            let shape = Shape::from(records[id].shape.as_slice());
+            let place = StoredPlace {
+                source: Source::Repacked(repacked.len()),
+                stored: StoredElements::Blocks(format),
+                shape,
+            };
+            let blocks = encode_blocks(format, values);
+            repacked.push(Tensor::from_slice(arena, [blocks.len()], &blocks, MemoryCategory::Parameters)?);
+            stored[id] = Some(place);
+            Ok(())
+        },
+    )
 }
 
 /// Reads parameters into memory in type `dtype`: those that `is_converted` is true for.

@@ -220,11 +220,12 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
                 for column in (0..P::WIDTH).step_by(SIDE) {
                     let target = Square { first: part[column..].as_mut_ptr(), stride: P::WIDTH };
                     // SAFETY: the part holds the units of all lines of the panel; the caller promises the instructions.
-                    unsafe { lines.decode_pairs::<V>(first + column, chunk, target) };
+                    unsafe { V::decode_pairs(&lines, first + column, chunk, target) };
                 }
             } else {
                 let mut decoded = [U::Source::zeroed(); MOST_LINES * CHUNK];
-                lines.decode(own.clone(), chunk, &mut decoded);
+                // SAFETY: the caller's promise.
+                unsafe { lines.decode::<V, _>(own.clone(), chunk, &mut decoded) };
                 let matrix = Matrix { elements: &decoded, stride: CHUNK };
                 let depth = start - chunk..end - chunk;
                 // SAFETY: the caller's promise.

@@ -123,7 +123,7 @@ pub(super) fn compressed_tensors<'a>(
             let zeros = zeros.of_shape(&[outputs.div_ceil(32 / bits), group_count])?;
             Zeros::DownOutputs { words: zeros.tensor.bytes, bits }
         }
-        Some(zeros) => signed_zeros(zeros, [outputs, group_count])?,
+        Some(zeros) => signed_zeros(zeros, [outputs, group_count], bits)?,
     };
     let mut groups = Groups::Contiguous(group);
     if let Some(listed) = Part::find(files, module, "weight_g_idx") {
@@ -149,24 +149,28 @@ fn plain_bytes<'a>(files: &'a HfCheckpoint, module: &str) -> Result<IntegerMatri
     }
     let zeros = match Part::find(files, module, "weight_zero_point") {
         None => Zeros::Constant(MIDDLE_OF_BYTE),
-        Some(zeros) => signed_zeros(zeros, [outputs, group_count])?,
+        Some(zeros) => signed_zeros(zeros, [outputs, group_count], 8)?,
     };
     let (codes, groups) =
         (Codes::Bytes { bytes: codes.tensor.bytes }, Groups::Contiguous(inputs / group_count));
     Ok(IntegerMatrix { codes, zeros, scales, groups, inputs, outputs, group_count })
 }
 
-/// Returns zero points in signed bytes.
-fn signed_zeros<'a>(zeros: Part<'a>, shape: [usize; 2]) -> Result<Zeros<'a>, String> {
+/// Returns zero points of codes of `bits` bits in signed bytes.
+fn signed_zeros<'a>(zeros: Part<'a>, shape: [usize; 2], bits: usize) -> Result<Zeros<'a>, String> {
     let zeros = zeros.of_type(Dtype::I8)?;
-    let count: usize = zeros.tensor.elements();
-    if count != shape[0] * shape[1] {
+    if zeros.tensor.elements() != shape[0] * shape[1] {
         return Err(format!(
             "`{}` has the shape {:?}; expected is {shape:?}",
             zeros.name, zeros.tensor.shape
         ));
     }
-    Ok(Zeros::Bytes { bytes: zeros.tensor.bytes })
+    let limit = 1_i16 << (bits - 1);
+    let bytes = zeros.tensor.bytes;
+    if bytes.iter().any(|byte| !(-limit..limit).contains(&byte.cast_signed().into())) {
+        return Err(format!("`{}` has a zero point beyond {bits} bits", zeros.name));
+    }
+    Ok(Zeros::Bytes { bytes })
 }
 
 /// Returns the scales of a module of compressed-tensors, and the number of groups.

@@ -69,15 +69,25 @@ pub enum CheckpointError {
         /// Description of the problem.
         source: crate::quantized::QuantizationError,
     },
-    /// The tensors of a quantized module are not those that its description implies.
-    #[error("{path}: quantized module `{module}`: {reason}")]
+    /// The parts of a packed tensor are not those that its description implies.
+    #[error("{path}: packed tensor `{tensor}`: {reason}")]
     PackedTensor {
         /// Directory of the model.
         path: PathBuf,
-        /// Name of the module.
-        module: String,
+        /// Name of the tensor.
+        tensor: String,
         /// Description of the problem.
         reason: String,
+    },
+    /// A model has no weights that can be quantized.
+    #[error(
+        "{path}: a {model_type} has no linear layers in blocks whose rows are whole groups; nothing was written"
+    )]
+    NothingToQuantize {
+        /// Path of the model.
+        path: PathBuf,
+        /// Type of the model.
+        model_type: String,
     },
     /// A directory holds checkpoints but is not one itself.
     #[error("{path} has neither manifest.json nor config.json, it holds checkpoints; did you mean {newest}?")]

@@ -2,7 +2,7 @@
 
 use std::{ops::Range, path::Path};
 
-use lockstep_checkpoint::ModelDirectory;
+use lockstep_checkpoint::{ModelDirectory, WeightQuantization};
 use lockstep_comm::Group;
 use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
@@ -27,12 +27,14 @@ pub struct LoadOptions {
     /// Type of the activations in products with quantized weights; `None` takes int8, but the activations' own type if that is
     /// f32.
     pub activations: Option<BlockActivations>,
+    /// Quantization of the matrices of linear layers that are stored as numbers; `None` leaves them.
+    pub quantize: Option<WeightQuantization>,
 }
 
 impl LoadOptions {
     /// Returns the options of a model in the type of its files.
     pub fn new(threads: usize) -> Self {
-        Self { threads, dtype: None, activations: None }
+        Self { threads, dtype: None, activations: None, quantize: None }
     }
 
     /// Returns the options with weights and activations in type `dtype`.
@@ -84,6 +86,10 @@ impl LoadedModel {
         options: LoadOptions,
         ranks: Ranks,
     ) -> Result<Self, InferError> {
+        if options.quantize.is_some() && ranks.group().is_some() {
+            let problem = "quantization of weights as they are loaded is for one rank; `lockstep quantize` writes the model for several";
+            return Err(InferError::Plan { problems: vec![problem.to_owned()] });
+        }
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         // Collectives read what they reduce where it lies.
         let shared = |group: &Group| group.arena(&[MemoryCategory::Workspace]);
@@ -97,7 +103,7 @@ impl LoadedModel {
         let int8 = if dtype == DType::F32 { BlockActivations::Float } else { BlockActivations::Int8 };
         queue.set_block_activations(options.activations.unwrap_or(int8));
         let records = (recorded.records(), stage);
-        let weights = ModelWeights::load(directory, records, dtype, (&arena, &*queue))?;
+        let weights = ModelWeights::load(directory, records, (dtype, options.quantize), (&arena, &*queue))?;
         if let Some(group) = ranks.group() {
             // Collectives on one machine use the compute threads rather than a core of their own.
             group.set_workers(queue.workers());

@@ -14,9 +14,12 @@ use std::{
 };
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
-use lockstep_checkpoint::{CheckpointError, ModelDirectory, RowOrder, gguf::StoredElements};
+use lockstep_checkpoint::{
+    CheckpointError, ModelDirectory, RowOrder, WeightQuantization, encode_blocks, gguf::StoredElements,
+    is_quantizable,
+};
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
 
 use crate::{
@@ -64,14 +67,15 @@ impl<'p> Files<'p> {
 }
 
 impl ModelWeights {
-    /// Loads the shards of `records` that the units of this rank's `stage` read, in type `dtype`.
+    /// Loads the shards of `records` that the units of this rank's `stage` read, in type `dtype`, or whole matrices of linear layers
+    /// quantized if that is asked for.
     ///
     /// # Errors
     /// If a file is damaged or cannot be mapped, or memory runs out.
     pub(crate) fn load(
         directory: &ModelDirectory,
         (records, stage): (&[ParameterRecord], Range<usize>),
-        dtype: DType,
+        (dtype, quantization): (DType, Option<WeightQuantization>),
         (arena, kernels): (&Arena, &dyn Kernels),
     ) -> Result<Self, InferError> {
         let is_read = read_by(records, stage);
@@ -101,6 +105,9 @@ impl ModelWeights {
             let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
             stored[id] = Some(copy(&pieces, (packed, record), &mut copied, arena)?);
         }
+        if let Some(quantization) = quantization {
+            quantize(directory, records, quantization, (&mut stored, &mut copied), arena)?;
+        }
         let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
         let category = MemoryCategory::Parameters;
@@ -108,6 +115,9 @@ impl ModelWeights {
             StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
         let mut sources = Files::default();
         for (id, shard) in others {
+            if !is_converted[id] {
+                continue;
+            }
             let file = sources.index(shard.parameter.file)?;
             let is_cast = shard.cast(&sources.files[file], converted.view(ParameterId(id)), kernels);
             is_converted[id] &= !is_cast;
@@ -248,6 +258,37 @@ fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
             Cow::Owned(ranges.flat_map(|(first, len)| &values[first..first + len]).copied().collect())
         }
     }
+}
+
+/// Quantizes the matrices of linear layers that are numbers, one at a time.
+fn quantize(
+    directory: &ModelDirectory,
+    records: &[ParameterRecord],
+    quantization: WeightQuantization,
+    (stored, copied): (&mut [Option<StoredPlace>], &mut Vec<Buffer>),
+    arena: &Arena,
+) -> Result<(), InferError> {
+    let mut formats: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
+    for (id, record) in records.iter().enumerate() {
+        let is_number = stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)));
+        if record.tie.is_none()
+            && is_number
+            && is_quantizable(&record.name, &record.shape)
+            && let Some(format) = quantization.format(record.shape[1])
+        {
+            formats.insert(record.name.as_str(), (id, format));
+        }
+    }
+    directory.for_each_selected(
+        |name| formats.contains_key(name),
+        |name, values| -> Result<(), InferError> {
+            let (id, format) = formats[name];
+            let blocks = encode_blocks(format, values);
+            let place = (StoredElements::Blocks(format), &records[id]);
+            stored[id] = Some(copy(&[&blocks], place, copied, arena)?);
+            Ok(())
+        },
+    )
 }
 
 /// Reads this rank's shards of parameters into `store`: those that `is_converted` is true for.

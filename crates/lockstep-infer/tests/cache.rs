@@ -20,6 +20,9 @@ use lockstep_tensor::PAGE_TOKENS;
 #[path = "cache/placed.rs"]
 mod placed;
 
+#[path = "cache/quantized.rs"]
+mod quantized;
+
 const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;
 

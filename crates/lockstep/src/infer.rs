@@ -19,6 +19,7 @@ use crate::exit::Failure;
 use crate::inference_ranks::{Joined, RankArguments};
 use crate::output::say;
 use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
+use crate::quantize::QuantizedType;
 
 /// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
@@ -35,6 +36,9 @@ pub(crate) struct ModelArguments {
     /// Type of the activations in products with quantized weights: int8, float (their own), or auto for int8 unless --dtype is f32
     #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
     activations: ActivationChoice,
+    /// Quantize the linear layers of blocks as they are loaded, in groups of 128 (int8) or 64 (int4, nf4)
+    #[arg(long, value_name = "TYPE", value_enum, conflicts_with_all = ["device_map", "max_memory", "offload_dir"])]
+    quantize: Option<QuantizedType>,
     /// Compute threads of each rank [default: all cores, shared by the ranks of this machine]
     #[arg(long)]
     threads: Option<usize>,
@@ -71,7 +75,9 @@ impl ModelArguments {
             ActivationChoice::Int8 => Some(BlockActivations::Int8),
             ActivationChoice::Float => Some(BlockActivations::Float),
         };
-        let options = LoadOptions { threads: threads(self.threads)?, dtype: self.dtype.dtype(), activations };
+        let quantize = self.quantize.map(QuantizedType::quantization);
+        let threads = threads(self.threads)?;
+        let options = LoadOptions { threads, dtype: self.dtype.dtype(), activations, quantize };
         FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
     }
 

@@ -34,7 +34,18 @@ pub enum Quantization {
     CompressedTensors {
         /// Bits of integer codes in groups of modules.
         bits: Vec<usize>,
+        /// Rows and columns that share a scale of 8-bit floats; `None` for whole matrices or rows.
+        block: Option<[usize; 2]>,
     },
+    /// 8-bit floats with a scale for each block.
+    Fp8 {
+        /// Rows and columns of a block; `None` for whole matrices or rows.
+        block: Option<[usize; 2]>,
+    },
+    /// bitsandbytes: LLM.int8, NF4 and FP4.
+    BitsAndBytes,
+    /// MXFP4 experts of gpt-oss.
+    Mxfp4,
 }
 
 impl Quantization {
@@ -44,6 +55,9 @@ impl Quantization {
             Self::Gptq { .. } => "gptq",
             Self::Awq { .. } => "awq",
             Self::CompressedTensors { .. } => "compressed-tensors",
+            Self::Fp8 { .. } => "fp8",
+            Self::BitsAndBytes => "bitsandbytes",
+            Self::Mxfp4 => "mxfp4",
         }
     }
 }
@@ -62,6 +76,9 @@ fn parse(config: &Value) -> Result<Quantization, String> {
         Some("gptq") => gptq(table),
         Some("awq") => awq(table),
         Some("compressed-tensors") => compressed_tensors(table),
+        Some("fp8") => Ok(Quantization::Fp8 { block: block(table, "weight_block_size")? }),
+        Some("bitsandbytes") => Ok(Quantization::BitsAndBytes),
+        Some("mxfp4") => Ok(Quantization::Mxfp4),
         Some(other) => Err(format!("quant_method is `{}`; read are {METHODS}", shortened(other))),
         None => Err(format!("quantization_config has no quant_method; read are {METHODS}")),
     }
@@ -83,7 +100,7 @@ fn text<'a>(table: &'a Map<String, Value>, key: &str) -> Result<Option<&'a str>,
 fn integer(table: &Map<String, Value>, keys: &[&str]) -> Result<Option<i64>, String> {
     let found = keys.iter().find_map(|key| Some((key, table.get(*key).filter(|value| !value.is_null())?)));
     let Some((key, value)) = found else { return Ok(None) };
-    let integer = value.as_i64().filter(|value| (-1..=1 << 20).contains(value));
+    let integer = value.as_i64().filter(|value| (-1..=MOST_SIZE as i64).contains(value));
     let bad = || format!("{key} is {}; allowed are -1 and positive integers", shortened(&value.to_string()));
     integer.map(Some).ok_or_else(bad)
 }
@@ -96,6 +113,19 @@ fn group(table: &Map<String, Value>, keys: &[&str]) -> Result<Option<usize>, Str
         Some(group) => Ok(Some(group as usize)),
     }
 }
+
+/// Returns a block of rows and columns; `None` if there is none.
+fn block(table: &Map<String, Value>, key: &str) -> Result<Option<[usize; 2]>, String> {
+    let Some(value) = table.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
+    let sizes = value.as_array().map(|sizes| sizes.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
+    match sizes.flatten().as_deref() {
+        Some(&[rows @ 1..=MOST_SIZE, columns @ 1..=MOST_SIZE]) => Ok(Some([rows as usize, columns as usize])),
+        _ => Err(format!("{key} is {}; it must be two positive sizes", shortened(&value.to_string()))),
+    }
+}
+
+/// Largest size of a group or a block.
+const MOST_SIZE: u64 = 1 << 20;
 
 /// Returns the bits of integer codes.
 fn bits(table: &Map<String, Value>, keys: &[&str], allowed: &[i64]) -> Result<usize, String> {
@@ -135,7 +165,14 @@ fn awq(table: &Map<String, Value>) -> Result<Quantization, String> {
 }
 
 /// Formats of compressed-tensors that are read.
-const FORMATS: [&str; 4] = ["pack-quantized", "int-quantized", "naive-quantized", "dense"];
+const FORMATS: [&str; 6] = [
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "dense",
+];
 
 fn compressed_tensors(table: &Map<String, Value>) -> Result<Quantization, String> {
     let is_format = |format: Option<&str>| match format {
@@ -165,18 +202,20 @@ fn compressed_tensors(table: &Map<String, Value>) -> Result<Quantization, String
             shortened(format)
         ));
     }
-    let mut all = Vec::new();
+    let (mut all, mut shared) = (Vec::new(), None);
     for group in table.get("config_groups").and_then(Value::as_object).into_iter().flat_map(Map::values) {
         let Some(group) = group.as_object() else { continue };
         is_format(text(group, "format")?)?;
         let Some(weights) = group.get("weights").and_then(Value::as_object) else { continue };
         if text(weights, "type")?.is_none_or(|kind| kind == "int") {
             all.push(bits(weights, &["num_bits"], &[4, 8])?);
-        } else {
-            return Err("weights of type float are not read".to_owned());
+        } else if let Some(found) = block(weights, "block_structure")?
+            && shared.replace(found).is_some_and(|before| before != found)
+        {
+            return Err("block_structure differs between groups of modules".to_owned());
         }
     }
     all.sort_unstable();
     all.dedup();
-    Ok(Quantization::CompressedTensors { bits: all })
+    Ok(Quantization::CompressedTensors { bits: all, block: shared })
 }

@@ -1,115 +1,16 @@
-//! The tensors of a matrix of integer codes: their names, types and shapes in each method, checked before a byte is used.
+//! The tensors of a matrix of integer codes: their names, types and shapes in each method.
 
 use ::safetensors::Dtype;
+use lockstep_plan::DType;
 
 use super::{
-    config::Quantization,
     integers::{
         Codes, Groups, IntegerMatrix, MIDDLE_OF_BYTE, ScaleOrder, Scales, Zeros, are_groups_permuted,
         are_groups_valid,
     },
+    parts::Part,
 };
-use crate::{convert::is_float, hf::HfCheckpoint, safetensors::TensorRef};
-
-/// Tensor of a module.
-struct Part<'a> {
-    name: String,
-    tensor: TensorRef<'a>,
-}
-
-impl<'a> Part<'a> {
-    /// Returns a tensor of a module; `None` if there is none.
-    fn find(files: &'a HfCheckpoint, module: &str, suffix: &str) -> Option<Self> {
-        let name = format!("{module}.{suffix}");
-        let tensor = files.tensor(&name).ok()?;
-        Some(Self { name, tensor })
-    }
-
-    fn require(files: &'a HfCheckpoint, module: &str, suffix: &str) -> Result<Self, String> {
-        Self::find(files, module, suffix).ok_or_else(|| format!("`{module}.{suffix}` is missing"))
-    }
-
-    /// Checks the type.
-    fn of_type(self, dtype: Dtype) -> Result<Self, String> {
-        if self.tensor.dtype == dtype {
-            return Ok(self);
-        }
-        Err(format!("`{}` is {}; expected is {dtype}", self.name, self.tensor.dtype))
-    }
-
-    /// Checks the shape.
-    fn of_shape(self, shape: &[usize]) -> Result<Self, String> {
-        if self.tensor.shape == shape {
-            return Ok(self);
-        }
-        Err(format!("`{}` has the shape {:?}; expected is {shape:?}", self.name, self.tensor.shape))
-    }
-
-    /// Returns the shape of a matrix.
-    fn matrix(&self) -> Result<[usize; 2], String> {
-        let matrix = self.tensor.shape.try_into();
-        matrix.map_err(|_| {
-            format!("`{}` has the shape {:?}; it must be a matrix", self.name, self.tensor.shape)
-        })
-    }
-
-    /// Returns the scales in it.
-    fn scales(self, order: ScaleOrder) -> Result<Scales<'a>, String> {
-        let dtype = self.tensor.known_dtype().filter(|&dtype| is_float(dtype));
-        let dtype = dtype.ok_or_else(|| {
-            format!("`{}` is {}; scales are f32, bf16 or f16", self.name, self.tensor.dtype)
-        })?;
-        Ok(Scales { bytes: self.tensor.bytes, dtype, order })
-    }
-}
-
-/// Suffixes of all tensors of modules that a method replaces a weight by.
-pub(super) fn suffixes(quantization: &Quantization) -> &'static [&'static str] {
-    match quantization {
-        Quantization::Gptq { .. } | Quantization::Awq { .. } => &["qweight", "qzeros", "scales", "g_idx"],
-        Quantization::CompressedTensors { .. } => &[
-            "weight_packed",
-            "weight_scale",
-            "weight_zero_point",
-            "weight_shape",
-            "weight_g_idx",
-            "input_scale",
-            "input_zero_point",
-            "output_scale",
-            "output_zero_point",
-            "k_scale",
-            "v_scale",
-        ],
-    }
-}
-
-/// Returns the modules whose weights are packed.
-pub(super) fn modules<'a>(files: &'a HfCheckpoint, quantization: &Quantization) -> Vec<&'a str> {
-    let module = |name: &'a str| match quantization {
-        Quantization::Gptq { .. } | Quantization::Awq { .. } => name.strip_suffix(".qweight"),
-        Quantization::CompressedTensors { .. } => name.strip_suffix(".weight_packed").or_else(|| {
-            let module = name.strip_suffix(".weight")?;
-            files.contains(&format!("{module}.weight_scale")).then_some(module)
-        }),
-    };
-    files.names().filter_map(module).collect()
-}
-
-/// Returns the matrix of a module.
-///
-/// # Errors
-/// If a tensor is missing or has another type or shape than the others imply.
-pub(super) fn matrix<'a>(
-    files: &'a HfCheckpoint,
-    quantization: &Quantization,
-    module: &str,
-) -> Result<IntegerMatrix<'a>, String> {
-    match quantization {
-        Quantization::Gptq { bits, group, zero_shift } => gptq(files, module, (*bits, *group, *zero_shift)),
-        Quantization::Awq { group } => awq(files, module, *group),
-        Quantization::CompressedTensors { bits } => compressed_tensors(files, module, bits),
-    }
-}
+use crate::hf::HfCheckpoint;
 
 /// Returns the number of groups of `group` inputs.
 fn group_count(inputs: usize, group: usize) -> Result<usize, String> {
@@ -127,7 +28,8 @@ fn elements(words: usize, per_word: usize) -> Result<usize, String> {
         .ok_or_else(|| format!("{words} words are not a size"))
 }
 
-fn gptq<'a>(
+/// Returns the matrix of a module of GPTQ.
+pub(super) fn gptq<'a>(
     files: &'a HfCheckpoint,
     module: &str,
     (bits, group, shift): (usize, Option<usize>, u32),
@@ -162,7 +64,12 @@ fn gptq<'a>(
     })
 }
 
-fn awq<'a>(files: &'a HfCheckpoint, module: &str, group: Option<usize>) -> Result<IntegerMatrix<'a>, String> {
+/// Returns the matrix of a module of AWQ.
+pub(super) fn awq<'a>(
+    files: &'a HfCheckpoint,
+    module: &str,
+    group: Option<usize>,
+) -> Result<IntegerMatrix<'a>, String> {
     const PER_WORD: usize = 8;
     let codes = Part::require(files, module, "qweight")?.of_type(Dtype::I32)?;
     let [inputs, words] = codes.matrix()?;
@@ -183,7 +90,8 @@ fn awq<'a>(files: &'a HfCheckpoint, module: &str, group: Option<usize>) -> Resul
     })
 }
 
-fn compressed_tensors<'a>(
+/// Returns the matrix of a module of compressed-tensors.
+pub(super) fn compressed_tensors<'a>(
     files: &'a HfCheckpoint,
     module: &str,
     bits: &[usize],
@@ -215,7 +123,7 @@ fn compressed_tensors<'a>(
             let zeros = zeros.of_shape(&[outputs.div_ceil(32 / bits), group_count])?;
             Zeros::DownOutputs { words: zeros.tensor.bytes, bits }
         }
-        Some(zeros) => signed_zeros(zeros, [outputs, group_count])?,
+        Some(zeros) => signed_zeros(zeros, [outputs, group_count], bits)?,
     };
     let mut groups = Groups::Contiguous(group);
     if let Some(listed) = Part::find(files, module, "weight_g_idx") {
@@ -241,24 +149,28 @@ fn plain_bytes<'a>(files: &'a HfCheckpoint, module: &str) -> Result<IntegerMatri
     }
     let zeros = match Part::find(files, module, "weight_zero_point") {
         None => Zeros::Constant(MIDDLE_OF_BYTE),
-        Some(zeros) => signed_zeros(zeros, [outputs, group_count])?,
+        Some(zeros) => signed_zeros(zeros, [outputs, group_count], 8)?,
     };
     let (codes, groups) =
         (Codes::Bytes { bytes: codes.tensor.bytes }, Groups::Contiguous(inputs / group_count));
     Ok(IntegerMatrix { codes, zeros, scales, groups, inputs, outputs, group_count })
 }
 
-/// Returns zero points in signed bytes.
-fn signed_zeros<'a>(zeros: Part<'a>, shape: [usize; 2]) -> Result<Zeros<'a>, String> {
+/// Returns zero points of codes of `bits` bits in signed bytes.
+fn signed_zeros<'a>(zeros: Part<'a>, shape: [usize; 2], bits: usize) -> Result<Zeros<'a>, String> {
     let zeros = zeros.of_type(Dtype::I8)?;
-    let count: usize = zeros.tensor.elements();
-    if count != shape[0] * shape[1] {
+    if zeros.tensor.elements() != shape[0] * shape[1] {
         return Err(format!(
             "`{}` has the shape {:?}; expected is {shape:?}",
             zeros.name, zeros.tensor.shape
         ));
     }
-    Ok(Zeros::Bytes { bytes: zeros.tensor.bytes })
+    let limit = 1_i16 << (bits - 1);
+    let bytes = zeros.tensor.bytes;
+    if bytes.iter().any(|byte| !(-limit..limit).contains(&byte.cast_signed().into())) {
+        return Err(format!("`{}` has a zero point beyond {bits} bits", zeros.name));
+    }
+    Ok(Zeros::Bytes { bytes })
 }
 
 /// Returns the scales of a module of compressed-tensors, and the number of groups.
@@ -299,4 +211,37 @@ fn weight_shape(shape: &Part<'_>) -> Result<[usize; 2], String> {
         }
         _ => Err(bad()),
     }
+}
+
+/// Reciprocal of 127 as bitsandbytes has it (`_ops.py`: `int8_vectorwise_dequant`).
+const RECIPROCAL_OF_127: f32 = 7.874_016e-3;
+
+/// Returns the matrix of a module of bitsandbytes in 8 bits: each row has its largest magnitude.
+pub(super) fn llm_int8<'a>(files: &'a HfCheckpoint, module: &str) -> Result<IntegerMatrix<'a>, String> {
+    let codes = Part::require(files, module, "weight")?.of_type(Dtype::I8)?;
+    let [outputs, inputs] = codes.matrix()?;
+    if inputs == 0 {
+        return Err(format!("`{}` has no columns", codes.name));
+    }
+    if let Some(order) = Part::find(files, module, "weight_format")
+        && order.tensor.bytes != [0]
+    {
+        return Err(format!("`{}` is not 0, which is row by row", order.name));
+    }
+    let largest = Part::require(files, module, "SCB")?.of_type(Dtype::F32)?.of_shape(&[outputs])?;
+    let scales = Scales {
+        bytes: largest.tensor.bytes,
+        dtype: DType::F32,
+        order: ScaleOrder::ByOutput,
+        factor: Some(RECIPROCAL_OF_127),
+    };
+    Ok(IntegerMatrix {
+        codes: Codes::Bytes { bytes: codes.tensor.bytes },
+        zeros: Zeros::Constant(MIDDLE_OF_BYTE),
+        scales,
+        groups: Groups::Contiguous(inputs),
+        inputs,
+        outputs,
+        group_count: 1,
+    })
 }

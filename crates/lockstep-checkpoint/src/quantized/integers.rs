@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat, DType,
-    block_format::{BlockCodec, Int4Codec, Int8Codec},
+    block_format::{BlockCodec, Int4Codec, Int8Codec, is_short_scale},
 };
 
 use crate::convert;
@@ -52,6 +52,8 @@ pub(super) struct Scales<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) dtype: DType,
     pub(super) order: ScaleOrder,
+    /// Number by which a product of code and scale is multiplied.
+    pub(super) factor: Option<f32>,
 }
 
 /// Order of the scales.
@@ -142,8 +144,21 @@ impl<'a> IntegerMatrix<'a> {
         if !is_4_bits && !self.are_zeros_in_the_middle() {
             return Err("its codes of 8 bits have zero points");
         }
+        if is_4_bits && !self.are_scales_short() {
+            return Err("its groups of 4 bits have scales of f32");
+        }
         let found = formats.iter().find(|format| divides(format.block_elements()));
         found.copied().ok_or("its groups are no multiple of 32 inputs")
+    }
+
+    /// Returns true if blocks of int4 have room for the scales.
+    fn are_scales_short(&self) -> bool {
+        let mut scales = vec![0.0; self.group_count];
+        self.scales.dtype != DType::F32
+            || (0..self.outputs).all(|output| {
+                self.read_scales(output, &mut scales);
+                scales.iter().all(|&scale| is_short_scale(scale))
+            })
     }
 
     fn is_4_bits(&self) -> bool {
@@ -179,6 +194,9 @@ impl<'a> IntegerMatrix<'a> {
             for ((value, &code), &group) in values.iter_mut().zip(codes).zip(&group_of) {
                 *value = scales[group] * (f32::from(code) - f32::from(zeros[group]));
             }
+            if let Some(factor) = self.scales.factor {
+                values.iter_mut().for_each(|value| *value *= factor);
+            }
         }
     }
 
@@ -207,14 +225,14 @@ impl<'a> IntegerMatrix<'a> {
     fn pack_8_bits<const N: usize>(&self, outputs: Range<usize>, blocks: &mut [u8]) {
         let rows = self.rows(outputs);
         let per_row = self.inputs / N;
-        let mut signed = [0; N];
+        let (mut signed, factor) = ([0; N], self.scales.factor.unwrap_or(1.0));
         let codes = rows.codes.chunks_exact(N);
         for (index, (codes, block)) in codes.zip(blocks.chunks_exact_mut(Int8Codec::<N>::BYTES)).enumerate() {
             let group = index / per_row * self.group_count + self.group(index % per_row * N);
             for (signed, code) in signed.iter_mut().zip(codes) {
                 *signed = (code ^ MIDDLE_OF_BYTE).cast_signed();
             }
-            Int8Codec::<N>::pack(rows.scales[group], &signed, block);
+            Int8Codec::<N>::pack(rows.scales[group] * factor, &signed, block);
         }
     }
 
@@ -314,7 +332,7 @@ impl<'a> IntegerMatrix<'a> {
 
     /// Fills `scales` with the scales of an output's groups.
     fn read_scales(&self, output: usize, scales: &mut [f32]) {
-        let Scales { bytes, dtype, order } = self.scales;
+        let Scales { bytes, dtype, order, .. } = self.scales;
         let size = dtype.size_bytes();
         for (group, scale) in scales.iter_mut().enumerate() {
             let index = match order {

@@ -1,18 +1,23 @@
 //! Quantized checkpoints in the formats of Hugging Face: a weight is packed into several tensors, which `quantization_config` describes.
 //!
 //! To a reader, a module has one tensor `weight` `[outputs, inputs]` again. It is decoded to numbers, or repacked into blocks that
-//! kernels read ([`BlockFormat`]) with the same values. [`QuantizedFiles`] finds the modules; `config` reads the description, `integers`
-//! the codes.
+//! kernels read ([`BlockFormat`]) with the same values. [`QuantizedFiles`] finds the packed tensors, `config` reads the description, and
+//! `reader` chooses the layout: `integers` (GPTQ, AWQ, compressed-tensors, LLM.int8), `fp8`, `codebook` (NF4, FP4) or `mxfp4`.
 
+mod codebook;
 mod config;
+mod fp8;
 mod integer_tensors;
 mod integers;
+mod mxfp4;
+mod parts;
+mod reader;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     ops::Range,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use lockstep_model::{HfMapping, ModelConfig};
@@ -21,34 +26,32 @@ use rayon::prelude::*;
 use serde_json::Value;
 
 pub use self::config::{Quantization, QuantizationError, parse_quantization};
-use self::integers::IntegerMatrix;
+use self::reader::PackedReader;
 use crate::{CheckpointError, StoredParameter, convert::is_float, hf::HfCheckpoint, pretrained::CONFIG_FILE};
 
 /// Rows that a task decodes at a time: a cache line of words of neighbouring outputs.
 const TASK_ROWS: usize = 16;
 /// Description of the first GPTQ checkpoints, beside `config.json`.
 const FIRST_GPTQ_FILE: &str = "quantize_config.json";
-/// Suffix of the tensor that stands for a module's packed ones.
-const WEIGHT: &str = ".weight";
 
 /// Weights of a quantized Hugging Face directory.
 #[derive(Debug)]
 pub(crate) struct QuantizedFiles {
     files: HfCheckpoint,
     quantization: Quantization,
-    /// Packed matrices by the name of their weight.
-    matrices: BTreeMap<String, PackedMatrix>,
+    dir: PathBuf,
+    /// Packed tensors by name.
+    packed: BTreeMap<String, PackedTensor>,
     /// Tensors that are stored as they are.
     dense: BTreeSet<String>,
     dtype: DType,
 }
 
-/// A packed matrix.
+/// A packed tensor.
 #[derive(Debug)]
-struct PackedMatrix {
-    module: String,
-    /// Outputs and inputs.
-    shape: [usize; 2],
+struct PackedTensor {
+    /// Shape when it is decoded.
+    shape: Vec<usize>,
     /// Format of blocks with the same values, or the reason why there is none.
     format: Result<BlockFormat, &'static str>,
 }
@@ -78,19 +81,24 @@ impl PackedParameter<'_> {
     /// Writes the blocks.
     ///
     /// # Errors
-    /// If the tensors have changed since the directory was opened.
+    /// If an 8-bit float is NaN.
     ///
     /// # Panics
     /// If `blocks` has another size than [`PackedParameter::bytes`].
     pub fn pack(&self, blocks: &mut [u8]) -> Result<(), CheckpointError> {
         assert_eq!(blocks.len(), self.bytes(), "bytes of the blocks of {}", self.name);
-        let matrix = self.files.matrix(self.tensor)?;
+        let reader = self.files.reader(self.tensor)?;
         let row_bytes = self.bytes() / self.shape[0].max(1);
-        blocks.par_chunks_mut((row_bytes * TASK_ROWS).max(1)).enumerate().for_each(|(task, blocks)| {
-            let first = self.rows.start + task * TASK_ROWS;
-            matrix.pack(self.format, first..first + blocks.len() / row_bytes, blocks);
-        });
-        Ok(())
+        let packed = blocks.par_chunks_mut((row_bytes * TASK_ROWS).max(1)).enumerate().try_for_each(
+            |(task, blocks)| {
+                let first = self.rows.start + task * TASK_ROWS;
+                let rows = first..first + blocks.len() / row_bytes;
+                reader.check(rows.clone())?;
+                reader.pack(self.format, rows, blocks);
+                Ok(())
+            },
+        );
+        packed.map_err(|reason| self.files.damaged(self.tensor, reason))
     }
 }
 
@@ -143,42 +151,33 @@ impl QuantizedFiles {
         quantization: Quantization,
         config: &ModelConfig,
     ) -> Result<Self, CheckpointError> {
-        let mut matrices = BTreeMap::new();
-        let modules = integer_tensors::modules(&files, &quantization);
-        let mut hidden = BTreeSet::new();
-        for module in modules {
-            let matrix = integer_tensors::matrix(&files, &quantization, module);
-            let matrix = matrix.map_err(|reason| CheckpointError::PackedTensor {
-                path: dir.to_path_buf(),
-                module: module.to_owned(),
-                reason,
-            })?;
-            let (shape, format) = ([matrix.outputs, matrix.inputs], matrix.format());
-            let name = format!("{module}{WEIGHT}");
-            hidden.insert(name.clone());
-            matrices.insert(name, PackedMatrix { module: module.to_owned(), shape, format });
+        let (dir, packed) = (dir.to_path_buf(), BTreeMap::new());
+        let mut quantized =
+            Self { files, quantization, dir, packed, dense: BTreeSet::new(), dtype: DType::F32 };
+        for name in reader::tensors(&quantized.files, &quantized.quantization) {
+            let reader = quantized.reader(&name)?;
+            let (shape, format) = (reader.shape(), reader.format());
+            quantized.packed.insert(name, PackedTensor { shape, format });
         }
-        let suffixes = integer_tensors::suffixes(&quantization);
         let known: BTreeSet<String> =
             HfMapping::new(config).tensors().iter().map(|tensor| tensor.name.clone()).collect();
         let is_dense = |name: &str| {
-            let Some((module, last)) = name.rsplit_once('.') else { return true };
-            let is_part = suffixes.contains(&last) || hidden.contains(name);
+            let is_part =
+                reader::is_part(&quantized.quantization, name) || quantized.packed.contains_key(name);
             // Packers give every module a bias, which is zero where the model has none.
-            let is_added_bias = last == "bias"
-                && matrices.contains_key(&format!("{module}{WEIGHT}"))
-                && !known.contains(name)
-                && files.tensor(name).is_ok_and(|bias| bias.bytes.iter().all(|&byte| byte == 0));
+            let is_added_bias = name.strip_suffix("bias").is_some_and(|module| {
+                quantized.packed.contains_key(&format!("{module}weight"))
+                    && !known.contains(name)
+                    && quantized.files.tensor(name).is_ok_and(|bias| bias.bytes.iter().all(|&byte| byte == 0))
+            });
             !is_part && !is_added_bias
         };
-        let dense: BTreeSet<String> =
-            files.names().filter(|name| is_dense(name)).map(str::to_owned).collect();
-        let mut quantized = Self { files, quantization, matrices, dense, dtype: DType::F32 };
+        quantized.dense = quantized.files.names().filter(|name| is_dense(name)).map(str::to_owned).collect();
         quantized.dtype = quantized.most_common_dtype();
         Ok(quantized)
     }
 
-    /// Returns the type of most elements: of matrices, that of their scales.
+    /// Returns the type of most elements: of packed tensors, that of their scales.
     fn most_common_dtype(&self) -> DType {
         let mut elements = BTreeMap::<DType, usize>::new();
         let dense = self.dense.iter().filter_map(|name| self.files.tensor(name).ok());
@@ -187,9 +186,9 @@ impl QuantizedFiles {
                 *elements.entry(dtype).or_default() += tensor.elements();
             }
         }
-        for (name, PackedMatrix { shape, .. }) in &self.matrices {
-            if let Ok(matrix) = self.matrix(name) {
-                *elements.entry(matrix.scales.dtype).or_default() += shape[0] * shape[1];
+        for (name, PackedTensor { shape, .. }) in &self.packed {
+            if let Some(dtype) = self.reader(name).ok().and_then(|reader| reader.dtype()) {
+                *elements.entry(dtype).or_default() += shape.iter().product::<usize>();
             }
         }
         elements.into_iter().max_by_key(|&(_, elements)| elements).map_or(DType::F32, |(dtype, _)| dtype)
@@ -200,10 +199,10 @@ impl QuantizedFiles {
         self.dtype
     }
 
-    /// Returns the names and shapes of the tensors, with one for each packed matrix.
+    /// Returns the names and shapes of the tensors, packed ones as they are when decoded.
     pub(crate) fn shapes(&self) -> Result<Vec<(String, Vec<usize>)>, CheckpointError> {
         let dense = self.dense.iter().map(|name| Ok((name.clone(), self.files.tensor(name)?.shape.to_vec())));
-        let packed = self.matrices.iter().map(|(name, matrix)| Ok((name.clone(), matrix.shape.to_vec())));
+        let packed = self.packed.iter().map(|(name, packed)| Ok((name.clone(), packed.shape.clone())));
         dense.chain(packed).collect()
     }
 
@@ -214,10 +213,12 @@ impl QuantizedFiles {
 
     /// Returns some rows of a tensor as a parameter to repack; `None` if it is not packed, or no blocks have its values.
     pub(crate) fn packed(&self, tensor: &str, rows: Option<Range<usize>>) -> Option<PackedParameter<'_>> {
-        let (tensor, matrix) = self.matrices.get_key_value(tensor)?;
-        let format = matrix.format.ok()?;
-        let rows = rows.unwrap_or(0..matrix.shape[0]);
-        let shape = [rows.len(), matrix.shape[1]];
+        let (tensor, packed) = self.packed.get_key_value(tensor)?;
+        let (format, &[all_rows, columns]) = (packed.format.ok()?, packed.shape.as_slice()) else {
+            return None;
+        };
+        let rows = rows.unwrap_or(0..all_rows);
+        let shape = [rows.len(), columns];
         Some(PackedParameter { name: tensor, format, shape, tensor, rows, files: self })
     }
 
@@ -226,31 +227,34 @@ impl QuantizedFiles {
     /// # Errors
     /// If there is no such tensor, or `out` has another size.
     pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), CheckpointError> {
-        let Some(PackedMatrix { shape: [rows, columns], .. }) = self.matrices.get(name) else {
+        let Some(PackedTensor { shape, .. }) = self.packed.get(name) else {
             return self.files.read_f32(name, out);
         };
-        let elements = rows * columns;
+        let elements: usize = shape.iter().product();
         if out.len() != elements {
             let (tensor, count) = (name.to_owned(), out.len());
             return Err(CheckpointError::Range { tensor, start: 0, count, elements });
         }
-        let matrix = self.matrix(name)?;
-        out.par_chunks_mut((columns * TASK_ROWS).max(1)).enumerate().for_each(|(task, out)| {
+        let (reader, columns) = (self.reader(name)?, shape.last().copied().unwrap_or(1).max(1));
+        let read = out.par_chunks_mut(columns * TASK_ROWS).enumerate().try_for_each(|(task, out)| {
             let first = task * TASK_ROWS;
-            matrix.decode(first..first + out.len() / columns, out);
+            let rows = first..first + out.len() / columns;
+            reader.check(rows.clone())?;
+            reader.decode(rows, out);
+            Ok(())
         });
-        Ok(())
+        read.map_err(|reason| self.damaged(name, reason))
     }
 
     /// Returns true if two tensors have the same values.
     pub(crate) fn are_same(&self, a: &str, b: &str) -> Result<bool, CheckpointError> {
-        let is_packed = [a, b].map(|name| self.matrices.contains_key(name));
+        let is_packed = [a, b].map(|name| self.packed.contains_key(name));
         if is_packed == [false, false] {
             return Ok(self.files.tensor(a)?.bytes == self.files.tensor(b)?.bytes);
         }
         let values = |name: &str| -> Result<Vec<f32>, CheckpointError> {
-            let elements = match self.matrices.get(name) {
-                Some(matrix) => matrix.shape[0] * matrix.shape[1],
+            let elements = match self.packed.get(name) {
+                Some(packed) => packed.shape.iter().product(),
                 None => self.files.tensor(name)?.elements(),
             };
             let mut values = vec![0.0; elements];
@@ -269,8 +273,8 @@ impl QuantizedFiles {
     pub(crate) fn summary(&self) -> QuantizationSummary {
         let mut summary =
             QuantizationSummary { method: self.quantization.method(), packed: 0, decoded: BTreeMap::new() };
-        for matrix in self.matrices.values() {
-            match matrix.format {
+        for packed in self.packed.values() {
+            match packed.format {
                 Ok(_) => summary.packed += 1,
                 Err(reason) => *summary.decoded.entry(reason).or_default() += 1,
             }
@@ -278,11 +282,11 @@ impl QuantizedFiles {
         summary
     }
 
-    fn matrix(&self, name: &str) -> Result<IntegerMatrix<'_>, CheckpointError> {
-        let no_such = || CheckpointError::NoSuchTensor { path: CONFIG_FILE.into(), tensor: name.to_owned() };
-        let PackedMatrix { module, .. } = self.matrices.get(name).ok_or_else(no_such)?;
-        integer_tensors::matrix(&self.files, &self.quantization, module).map_err(|reason| {
-            CheckpointError::PackedTensor { path: CONFIG_FILE.into(), module: module.clone(), reason }
-        })
+    fn reader(&self, name: &str) -> Result<PackedReader<'_>, CheckpointError> {
+        PackedReader::new(&self.files, &self.quantization, name).map_err(|reason| self.damaged(name, reason))
+    }
+
+    fn damaged(&self, tensor: &str, reason: String) -> CheckpointError {
+        CheckpointError::PackedTensor { path: self.dir.clone(), tensor: tensor.to_owned(), reason }
     }
 }

@@ -1,27 +1,74 @@
-//! Groups of integers with an f32 scale: the form into which GPTQ, AWQ, compressed-tensors and bitsandbytes weights are repacked.
+//! Groups with an f32 scale: the forms into which the weights of safetensors files are repacked. GPTQ, AWQ and compressed-tensors become
+//! int4 and int8, bitsandbytes int8 and nf4, FP8 checkpoints fp8.
 //!
 //! ```text
-//! int4   u8 zero point | f32 scale | N/2 bytes of codes, 16 bytes for each 32 elements      element = scale · (code - zero point)
-//! int8   f32 scale | N signed codes                                                      element = scale · code
+//! int4   scale, whose five lowest bits are 16 - zero point | N/2 bytes of codes     scale · (code - zero point)
+//! int8   scale | N signed codes                                                  scale · code
+//! fp8    scale · 2^8 | 128 E4M3 numbers                                          scale · number
+//! nf4    scale | 32 bytes of codes                                               scale · NF4[code]
 //! ```
 //!
-//! In a part of 32 elements, the low halves of its 16 bytes are the first 16 codes.
+//! Codes of 4 bits lie in 16 bytes for each 32 elements: the low halves are the first 16.
 
 use super::decode::{BlockCodec, BlockWords, PART, Words, halves_of_words};
 
 /// Bytes of a scale.
 const SCALE_BYTES: usize = 4;
-/// Bytes before the codes of an int4 block: zero point and scale.
-const INT4_HEAD_BYTES: usize = 1 + SCALE_BYTES;
+/// Bits of an int4 scale that hold the zero point.
+const ZERO_BITS: u32 = 31;
+/// Code of the zero point in an unpacked int4 code.
+const INT4_ZERO: u8 = 16;
 /// Largest code of 4 bits.
 const LARGEST_INT4: f32 = 15.0;
 /// Largest magnitude of a code of 8 bits that is chosen here.
 const LARGEST_INT8: f32 = 127.0;
-/// The high bit of each byte.
-const HIGH_BITS: u32 = 0x8080_8080;
+/// Largest E4M3 number, and its code.
+const LARGEST_FP8: f32 = 448.0;
+const LARGEST_FP8_CODE: u8 = 0x7e;
 
-/// Codec of blocks of `N` codes of 4 bits, such as [`BlockFormat::Int4G64`](super::BlockFormat::Int4G64). The zero point is part of the
-/// codes, so that there are no offsets.
+/// Values of the codes of NF4 (QLoRA, arXiv 2305.14314, appendix E; bitsandbytes: `functional.py`).
+pub const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// Returns true if a scale is one of an int4 block: its five lowest bits are free. Scales of 16 bits are.
+pub const fn is_short_scale(scale: f32) -> bool {
+    scale.to_bits() & ZERO_BITS == 0
+}
+
+/// Writes codes of 4 bits.
+fn put_halves(codes: &[u8], bytes: &mut [u8]) {
+    for (bytes, codes) in bytes.chunks_exact_mut(PART / 2).zip(codes.chunks_exact(PART)) {
+        let (first, last) = codes.split_at(PART / 2);
+        for (byte, (low, high)) in bytes.iter_mut().zip(first.iter().zip(last)) {
+            *byte = low | high << 4;
+        }
+    }
+}
+
+/// Returns a unit of codes of 4 bits.
+#[inline(always)]
+fn unit_of_halves<W: Words>(words: &[W], part: usize, unit: usize) -> W {
+    halves_of_words(&words[1 + part * (PART / 8)..], unit)
+}
+
+/// Codec of blocks of `N` codes of 4 bits, such as [`BlockFormat::Int4G64`](super::BlockFormat::Int4G64). Unpacked codes are 16 larger
+/// than their distance from the zero point.
 #[derive(Debug, Clone, Copy)]
 pub struct Int4Codec<const N: usize>;
 
@@ -29,41 +76,37 @@ impl<const N: usize> Int4Codec<N> {
     /// Writes a block. Codes are 0 to 15, and the zero point is 0 to 16.
     ///
     /// # Panics
-    /// If `codes` or `block` have another size than a block.
+    /// If `codes` or `block` have another size than a block, or the scale is not [short](is_short_scale).
     pub fn pack(scale: f32, zero_point: u8, codes: &[u8], block: &mut [u8]) {
         assert_eq!((codes.len(), block.len()), (N, Self::BYTES), "codes and bytes of a block");
-        block[0] = zero_point;
-        block[1..INT4_HEAD_BYTES].copy_from_slice(&scale.to_le_bytes());
-        let parts = block[INT4_HEAD_BYTES..].chunks_exact_mut(PART / 2);
-        for (bytes, codes) in parts.zip(codes.chunks_exact(PART)) {
-            let (first, last) = codes.split_at(PART / 2);
-            for (byte, (low, high)) in bytes.iter_mut().zip(first.iter().zip(last)) {
-                *byte = low | high << 4;
-            }
-        }
+        assert!(is_short_scale(scale) && zero_point <= INT4_ZERO, "scale {scale}, zero point {zero_point}");
+        let head = scale.to_bits() | u32::from(INT4_ZERO - zero_point);
+        block[..SCALE_BYTES].copy_from_slice(&head.to_le_bytes());
+        put_halves(codes, &mut block[SCALE_BYTES..]);
     }
 }
 
 impl<const N: usize> BlockCodec for Int4Codec<N> {
     const ELEMENTS: usize = N;
-    const BYTES: usize = INT4_HEAD_BYTES + N / 2;
+    const BYTES: usize = SCALE_BYTES + N / 2;
     const HAS_OFFSETS: bool = false;
-    const ZERO: u8 = 128;
-    const WORDS: BlockWords = BlockWords { first_byte: 1, count: 1 + N / 8 };
-    const EXTRA: Option<usize> = Some(0);
+    const ZERO: u8 = INT4_ZERO;
+    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 1 + N / 8 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        let scales = words[0].and(!ZERO_BITS).floats();
         for index in 0..N / PART {
-            run(index, words[0].floats(), None);
+            run(index, scales, None);
         }
     }
 
     #[inline(always)]
     fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        let zero_point = words[Self::WORDS.count].and(0xff);
-        let two = zero_point.or(zero_point.shl(8));
-        halves_of_words(&words[1 + PART / 8 * part..], unit).xor(HIGH_BITS).sub(two.or(two.shl(16)))
+        // The same number in all four bytes.
+        let shift = words[0].and(ZERO_BITS);
+        let shifts = shift.or(shift.shl(8));
+        unit_of_halves(words, part, unit).sum(shifts.or(shifts.shl(16)))
     }
 }
 
@@ -93,7 +136,7 @@ impl<const N: usize> BlockCodec for Int8Codec<N> {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 1 + N / 4 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         for index in 0..N / PART {
             run(index, words[0].floats(), None);
         }
@@ -101,12 +144,116 @@ impl<const N: usize> BlockCodec for Int8Codec<N> {
 
     #[inline(always)]
     fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        words[1 + PART / 4 * part + unit].xor(HIGH_BITS)
+        words[1 + part * (PART / 4) + unit].xor(0x8080_8080)
+    }
+}
+
+/// Codec of [`BlockFormat::Fp8G128`](super::BlockFormat::Fp8G128).
+#[derive(Debug, Clone, Copy)]
+pub struct Fp8Codec;
+
+impl Fp8Codec {
+    /// Writes a block of numbers, none of which is NaN.
+    ///
+    /// # Panics
+    /// If `numbers` or `block` have another size than a block.
+    pub fn pack(scale: f32, numbers: &[u8], block: &mut [u8]) {
+        assert_eq!((numbers.len(), block.len()), (Self::ELEMENTS, Self::BYTES), "bytes of a block");
+        block[..SCALE_BYTES].copy_from_slice(&(scale * SMALL_HALVES).to_le_bytes());
+        block[SCALE_BYTES..].copy_from_slice(numbers);
+    }
+}
+
+/// Returns the E4M3 number in the low byte, as an f16 that is 2^8 times smaller: both formats have its exponent and mantissa side by
+/// side.
+#[inline(always)]
+fn small_halves<W: Words>(numbers: W) -> W::Floats {
+    numbers.and(0x80).shl(8).or(numbers.and(0x7f).shl(7)).halves()
+}
+
+/// Number by which [`small_halves`] are too small.
+const SMALL_HALVES: f32 = 256.0;
+
+/// Returns the value of an E4M3 number; 480 for NaN.
+pub fn fp8_value(number: u8) -> f32 {
+    small_halves(u32::from(number)) * SMALL_HALVES
+}
+
+impl BlockCodec for Fp8Codec {
+    const ELEMENTS: usize = 128;
+    const BYTES: usize = SCALE_BYTES + 128;
+    const HAS_OFFSETS: bool = false;
+    const HAS_INTEGER_CODES: bool = false;
+    const ZERO: u8 = 0;
+    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 33 };
+
+    #[inline(always)]
+    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        for index in 0..Self::ELEMENTS / PART {
+            run(index, words[0].floats(), None);
+        }
+    }
+
+    #[inline(always)]
+    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
+        words[1 + part * (PART / 4) + unit]
+    }
+
+    #[inline(always)]
+    fn value<W: Words>(unit: W, index: usize) -> W::Floats {
+        small_halves(unit.shr(8 * index))
+    }
+}
+
+/// Codec of [`BlockFormat::Nf4G64`](super::BlockFormat::Nf4G64).
+#[derive(Debug, Clone, Copy)]
+pub struct Nf4Codec;
+
+impl Nf4Codec {
+    /// Writes a block.
+    ///
+    /// # Panics
+    /// If `codes` or `block` have another size than a block.
+    pub fn pack(scale: f32, codes: &[u8], block: &mut [u8]) {
+        assert_eq!((codes.len(), block.len()), (Self::ELEMENTS, Self::BYTES), "codes and bytes of a block");
+        block[..SCALE_BYTES].copy_from_slice(&scale.to_le_bytes());
+        put_halves(codes, &mut block[SCALE_BYTES..]);
+    }
+}
+
+impl BlockCodec for Nf4Codec {
+    const ELEMENTS: usize = 64;
+    const BYTES: usize = SCALE_BYTES + 32;
+    const HAS_OFFSETS: bool = false;
+    const HAS_INTEGER_CODES: bool = false;
+    const ZERO: u8 = 0;
+    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 9 };
+
+    #[inline(always)]
+    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        for index in 0..Self::ELEMENTS / PART {
+            run(index, words[0].floats(), None);
+        }
+    }
+
+    #[inline(always)]
+    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
+        unit_of_halves(words, part, unit)
+    }
+
+    #[inline(always)]
+    fn value<W: Words>(unit: W, index: usize) -> W::Floats {
+        unit.shr(8 * index).lookup(&NF4)
     }
 }
 
 /// Ends of the range of a group that are tried, as fractions of the largest and the smallest element; the best in squared error is kept.
 const RANGES: [f32; 8] = [1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72];
+
+/// Returns the reciprocal, or zero for zero.
+fn reciprocal(x: f32) -> f32 {
+    if x == 0.0 { 0.0 } else { 1.0 / x }
+}
 
 /// Quantizes a group to codes of 4 bits: writes them, and returns the scale and the zero point, 0 to 15. `round` rounds the scale to the
 /// type in which it is stored.
@@ -117,7 +264,7 @@ pub fn int4_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [u8]) 
     let (mut best, mut least_error) = ((0.0, 0.0), f64::INFINITY);
     for range in RANGES {
         let scale = round((most - least) * range / LARGEST_INT4);
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        let inverse = reciprocal(scale);
         let zero = (-least * range * inverse).round().clamp(0.0, LARGEST_INT4);
         let error = |&x: &f32| f64::from((code(x, inverse, zero) - zero) * scale - x).powi(2);
         let error: f64 = values.iter().map(error).sum();
@@ -126,47 +273,74 @@ pub fn int4_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [u8]) 
         }
     }
     let (scale, zero) = best;
-    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
     for (of_value, &x) in codes.iter_mut().zip(values) {
-        *of_value = code(x, inverse, zero) as u8;
+        *of_value = code(x, reciprocal(scale), zero) as u8;
     }
     (scale, zero as u8)
 }
 
 /// Quantizes a group to signed codes of 8 bits, -127 to 127: writes them, and returns the scale. `round` rounds it as in [`int4_group`].
 pub fn int8_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [i8]) -> f32 {
-    let most = values.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-    let scale = round(most / LARGEST_INT8);
-    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+    let scale = round(largest(values) / LARGEST_INT8);
+    let inverse = reciprocal(scale);
     for (code, x) in codes.iter_mut().zip(values) {
         *code = (x * inverse).round().clamp(-LARGEST_INT8, LARGEST_INT8) as i8;
     }
     scale
 }
 
+/// Returns the largest magnitude.
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
+}
+
+/// Returns the short scale nearest to zero that is not nearer than `scale`.
+fn short(scale: f32) -> f32 {
+    f32::from_bits(scale.to_bits().next_multiple_of(ZERO_BITS + 1))
+}
+
 /// Encodes a block of 4-bit codes.
-pub(super) fn encode_int4(values: &[f32], block: &mut [u8]) {
-    fn encode<const N: usize>(values: &[f32], block: &mut [u8]) {
-        let mut codes = [0; N];
-        let (scale, zero_point) = int4_group(values, |scale| scale, &mut codes);
-        Int4Codec::<N>::pack(scale, zero_point, &codes, block);
-    }
-    match values.len() {
-        32 => encode::<32>(values, block),
-        64 => encode::<64>(values, block),
-        _ => encode::<128>(values, block),
-    }
+pub(super) fn encode_int4<const N: usize>(values: &[f32], block: &mut [u8]) {
+    let mut codes = [0; N];
+    let (scale, zero_point) = int4_group(values, short, &mut codes);
+    Int4Codec::<N>::pack(scale, zero_point, &codes, block);
 }
 
 /// Encodes a block of 8-bit codes.
-pub(super) fn encode_int8(values: &[f32], block: &mut [u8]) {
-    fn encode<const N: usize>(values: &[f32], block: &mut [u8]) {
-        let mut codes = [0; N];
-        let scale = int8_group(values, |scale| scale, &mut codes);
-        Int8Codec::<N>::pack(scale, &codes, block);
-    }
-    match values.len() {
-        32 => encode::<32>(values, block),
-        _ => encode::<128>(values, block),
-    }
+pub(super) fn encode_int8<const N: usize>(values: &[f32], block: &mut [u8]) {
+    let mut codes = [0; N];
+    let scale = int8_group(values, |scale| scale, &mut codes);
+    Int8Codec::<N>::pack(scale, &codes, block);
+}
+
+/// Encodes a block of E4M3 numbers.
+pub(super) fn encode_fp8(values: &[f32], block: &mut [u8]) {
+    let scale = largest(values) / LARGEST_FP8;
+    let inverse = reciprocal(scale);
+    // Magnitudes in ascending order are those of codes in ascending order.
+    let magnitudes: [f32; LARGEST_FP8_CODE as usize + 1] = std::array::from_fn(|code| fp8_value(code as u8));
+    let nearest = |x: f32| {
+        let above =
+            magnitudes.partition_point(|&magnitude| magnitude < x).clamp(1, LARGEST_FP8_CODE as usize);
+        let is_below = x - magnitudes[above - 1] <= magnitudes[above] - x;
+        if is_below { above as u8 - 1 } else { above as u8 }
+    };
+    let code = |x: f32| nearest((x * inverse).abs()) | if x < 0.0 { 0x80 } else { 0 };
+    let numbers: Vec<u8> = values.iter().map(|&x| code(x)).collect();
+    Fp8Codec::pack(scale, &numbers, block);
+}
+
+/// Returns the code whose value is nearest.
+fn nf4_code(x: f32) -> u8 {
+    let above = NF4.partition_point(|&value| value < x).clamp(1, 15);
+    let is_below = x - NF4[above - 1] <= NF4[above] - x;
+    if is_below { above as u8 - 1 } else { above as u8 }
+}
+
+/// Encodes a block of NF4 codes.
+pub(super) fn encode_nf4(values: &[f32], block: &mut [u8]) {
+    let scale = largest(values);
+    let inverse = reciprocal(scale);
+    let codes: Vec<u8> = values.iter().map(|&x| nf4_code(x * inverse)).collect();
+    Nf4Codec::pack(scale, &codes, block);
 }

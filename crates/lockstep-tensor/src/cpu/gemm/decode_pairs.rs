@@ -32,9 +32,9 @@ pub(super) unsafe fn decode_pairs(
         let mut buffer = WordBuffer::ZEROS;
         for block in 0..chunk.elements / Codec::ELEMENTS {
             // SAFETY: the caller's promises, here and below.
-            let words = unsafe { buffer.read::<Words512, Codec>(&chunk.addresses, block) };
+            let (words, factors) = unsafe { buffer.read::<Words512, Codec>(&chunk.addresses, block) };
             let mut runs = [(_mm512_setzero_ps(), _mm512_setzero_ps()); RUNS];
-            Codec::scales(words,  inlined!(|run: usize, [scales]: [__m512; 1], offsets: Option<[__m512; 1]>| {
+            Codec::scales(words, factors, inlined!(|run: usize, [scales]: [__m512; 1], offsets: Option<[__m512; 1]>| {
                 runs[run] = (scales, offsets.map_or(scales, inlined!(|[offsets]: [__m512; 1]| offsets)));
             }));
             for part in 0..Codec::ELEMENTS / PART {
@@ -63,23 +63,30 @@ fn pairs_of<C: BlockCodec>(words: __m512i, scales: __m512, offsets: __m512) -> [
         2, 17, 1, 16, 0,
     );
     let (zero, low_byte) = (_mm512_set1_epi32(i32::from(C::ZERO)), _mm512_set1_epi32(0xff));
-    let decoded = |codes: __m512i| {
-        let numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, zero));
+    let byte = |index: usize| match index {
+        0 => _mm512_and_si512(words, low_byte),
+        1 => _mm512_and_si512(_mm512_srli_epi32::<8>(words), low_byte),
+        2 => _mm512_and_si512(_mm512_srli_epi32::<16>(words), low_byte),
+        _ => _mm512_srli_epi32::<24>(words),
+    };
+    let decoded = |index: usize| {
+        if !C::HAS_INTEGER_CODES {
+            let [values] = C::value(Words512([words]), index);
+            return _mm512_mul_ps(values, scales);
+        }
+        let numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(byte(index), zero));
         if C::HAS_OFFSETS {
             _mm512_fmadd_ps(numbers, scales, offsets)
         } else {
             _mm512_mul_ps(numbers, scales)
         }
     };
-    let pair = |first: __m512i, second: __m512i| {
+    let pair = |first: usize, second: usize| {
         // SAFETY: the same 512 bits.
         let halves = unsafe {
             std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(decoded(second), decoded(first)))
         };
         _mm512_permutexvar_epi16(alternate, halves)
     };
-    [
-        pair(_mm512_and_si512(words, low_byte), _mm512_and_si512(_mm512_srli_epi32::<8>(words), low_byte)),
-        pair(_mm512_and_si512(_mm512_srli_epi32::<16>(words), low_byte), _mm512_srli_epi32::<24>(words)),
-    ]
+    [pair(0, 1), pair(2, 3)]
 }

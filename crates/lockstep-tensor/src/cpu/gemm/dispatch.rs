@@ -77,10 +77,11 @@ pub(in crate::cpu) fn block_gemm(queue: &CpuQueue, gemm: BlockGemm<'_>) {
 }
 
 /// Computes a product with quantized weights by the queue's type of activations. Rows of more than [`integer::MOST_DEPTH`] elements stay
-/// as they are.
+/// as they are, and so do all with weights whose codes are no integers.
 fn multiply_blocks<T: Multiply<C>, C: Float>(queue: &CpuQueue, gemm: BlockGemm<'_>) {
     let problem = block_problem::<T, C>(gemm);
-    if queue.block_activations == BlockActivations::Float || problem.k > integer::MOST_DEPTH {
+    let are_integers = gemm.b.format().has_integer_codes() && problem.k <= integer::MOST_DEPTH;
+    if queue.block_activations == BlockActivations::Float || !are_integers {
         return T::multiply(queue, std::iter::once(problem));
     }
     match queue.level {

@@ -1,6 +1,6 @@
 //! `lockstep bench generate`: the times of a prompt and of the tokens after it, on random token ids.
 
-use std::{process::ExitCode, time::Instant};
+use std::{ops::ControlFlow, process::ExitCode, time::Instant};
 
 use clap::Args;
 use lockstep_config::human;
@@ -13,7 +13,6 @@ use serde_json::json;
 
 use crate::exit::Failure;
 use crate::infer::ModelArguments;
-use crate::inference_ranks::Joined;
 use crate::output::say;
 use crate::placement::{Placed, PlacedModel};
 
@@ -45,8 +44,8 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let mut found = arguments.model.find()?;
     let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
-        Joined::Rank(ranks) => *ranks,
-        Joined::Ended(code) => return Ok(code),
+        ControlFlow::Continue(ranks) => ranks,
+        ControlFlow::Break(code) => return Ok(code),
     };
     let world_size = ranks.size();
     let context = (arguments.prompt_tokens + arguments.new_tokens) as usize;

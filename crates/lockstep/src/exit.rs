@@ -7,10 +7,8 @@ use lockstep_comm::CommError;
 use lockstep_data::{DataError, ErrorKind};
 use lockstep_engine::EngineError;
 use lockstep_infer::InferError;
-use lockstep_launch::LaunchError;
+use lockstep_launch::{LaunchError, is_launched, place};
 use lockstep_model::ModelError;
-
-use crate::ranks;
 
 /// The run failed.
 pub(crate) const FAILED: u8 = 1;
@@ -154,9 +152,12 @@ impl From<InferError> for Failure {
             error @ InferError::GenerationConfig { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }
+            // Our launcher, or one rank, reports what all ranks know.
             InferError::Comm(error) | InferError::Engine(EngineError::Comm(error)) => {
-                let rank = lockstep_launch::place().ok().flatten().map_or(0, |place| place.rank);
-                ranks::told_by(error, rank)
+                let rank = place().ok().flatten().map(|place| place.rank);
+                let is_told = error.is_known_to_all() && (is_launched() || error.teller() != rank);
+                let message = if is_told { String::new() } else { error.to_string() };
+                Self { message, code: code_of(&error) }
             }
             InferError::Engine(error) => Self { message: error.to_string(), code: FAILED },
             error => Self::configuration(error.to_string()),

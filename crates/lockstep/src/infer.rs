@@ -1,5 +1,6 @@
 //! `lockstep eval`, and the loading of models for inference.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,12 +12,13 @@ use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
 };
+use lockstep_engine::Ranks;
 use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, PlannedWork, Workload, evaluate};
 use lockstep_tensor::BlockActivations;
 use serde_json::json;
 
 use crate::exit::Failure;
-use crate::inference_ranks::{Joined, RankArguments};
+use crate::inference_ranks::RankArguments;
 use crate::output::say;
 use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
 use crate::quantize::QuantizedType;
@@ -81,8 +83,12 @@ impl ModelArguments {
         FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
     }
 
-    /// Starts the ranks of the model, or joins the others as one of them.
-    pub(crate) fn join(&self, found: &mut FoundModel, work: PlannedWork) -> Result<Joined, Failure> {
+    /// Starts the ranks of the model, or joins the others as one of them, as [`RankArguments::join`].
+    pub(crate) fn join(
+        &self,
+        found: &mut FoundModel,
+        work: PlannedWork,
+    ) -> Result<ControlFlow<ExitCode, Ranks>, Failure> {
         let joined = self.ranks.join(found, work)?;
         // A rank may have its share of the cores only since it has joined.
         found.options.threads = threads(self.threads)?;
@@ -125,8 +131,8 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
         return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
     }
     let ranks = match arguments.model.join(&mut found, PlannedWork::Evaluation { seq_len })? {
-        Joined::Rank(ranks) => *ranks,
-        Joined::Ended(code) => return Ok(code),
+        ControlFlow::Continue(ranks) => ranks,
+        ControlFlow::Break(code) => return Ok(code),
     };
     let workload = Workload::Evaluation { windows: EVALUATED_WINDOWS, seq_len };
     let PlacedModel { model, .. } = &found.load(workload, ranks)?;

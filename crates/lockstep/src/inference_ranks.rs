@@ -1,6 +1,7 @@
 //! The ranks of an inference: the flags that ask for them, their plan, and their start. A command with several ranks starts itself once
 //! for each of them; each loads its shards of the model and runs the command, and the first one prints.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -15,8 +16,8 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::CheckedPlan;
 
 use crate::exit::{Failure, INTERRUPTED};
-use crate::launch::{Given, start};
 use crate::launching::variable;
+use crate::local_ranks::{Given, start};
 use crate::output;
 use crate::placement::FoundModel;
 use crate::ranks::{join_options, told_by};
@@ -53,14 +54,6 @@ pub(crate) struct RankArguments {
     plan: Option<PathBuf>,
 }
 
-/// A command that may have several ranks, once they are started.
-pub(crate) enum Joined {
-    /// This process is one of the ranks, or the only one.
-    Rank(Box<Ranks>),
-    /// The ranks were processes that this one has started, and they have ended.
-    Ended(ExitCode),
-}
-
 impl RankArguments {
     /// Returns true if the flags ask for more than one rank.
     pub(crate) fn are_several(&self) -> Result<bool, Failure> {
@@ -69,8 +62,13 @@ impl RankArguments {
         Ok(asked.is_some_and(|ranks| ranks > 1) || self.given.nodes.are_several(&launching))
     }
 
-    /// Starts the ranks, or joins the others as one of them. The first rank of the run is the one that prints from now on.
-    pub(crate) fn join(&self, found: &FoundModel, work: PlannedWork) -> Result<Joined, Failure> {
+    /// Starts the ranks, or joins the others as one of them. Breaks with the exit code of the ranks that this process has started, once
+    /// they have ended. From now on the first rank alone prints.
+    pub(crate) fn join(
+        &self,
+        found: &FoundModel,
+        work: PlannedWork,
+    ) -> Result<ControlFlow<ExitCode, Ranks>, Failure> {
         let (config, model) = (self.configuration()?, found.description.config());
         let is_of_mpi = config.parallel.transport == Transport::Mpi;
         let is_rank = is_launched() || is_of_mpi || place()?.is_some();
@@ -80,7 +78,7 @@ impl RankArguments {
             // Errors are reported once, before any rank is started.
             let plan = checked(&config, model, asked, work)?;
             if plan.mesh().world_size() == 1 {
-                return Ok(Joined::Rank(Box::new(Ranks::alone())));
+                return Ok(ControlFlow::Continue(Ranks::alone()));
             }
         }
         found.refuse_placement_on_ranks()?;
@@ -93,12 +91,12 @@ impl RankArguments {
             let ranks = config.plan.mesh.world_size().unwrap_or(1);
             let started = start(&self.given, ranks, config.parallel.transport.into());
             if let Some(code) = started.map_err(named_interrupt)? {
-                return Ok(Joined::Ended(code));
+                return Ok(ControlFlow::Break(code));
             }
         }
         let group = started_group(join_options(&config)).map_err(|error| told_by(error, 0))?;
         let Some(group) = group.filter(|group| group.size() > 1) else {
-            return Ok(Joined::Rank(Box::new(Ranks::alone())));
+            return Ok(ControlFlow::Continue(Ranks::alone()));
         };
         if group.rank() > 0 {
             output::mute();
@@ -107,7 +105,7 @@ impl RankArguments {
         let limit = Duration::from_secs_f64(config.parallel.timeout_s);
         let rank = group.rank();
         let groups = Groups::new(group, plan.rank(rank), limit).map_err(|error| told_by(error, rank))?;
-        Ok(Joined::Rank(Box::new(Ranks::new(groups))))
+        Ok(ControlFlow::Continue(Ranks::new(groups)))
     }
 
     /// Returns the default run with the plan and the settings of the command line.

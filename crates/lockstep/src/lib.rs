@@ -100,6 +100,7 @@ mod instructions;
 mod launch;
 mod launching;
 mod limits;
+mod local_ranks;
 mod logging;
 #[cfg(test)]
 mod manifests;

@@ -9,6 +9,7 @@ mod text;
 mod writer;
 
 use std::io::IsTerminal;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -25,7 +26,6 @@ use self::{
 };
 use crate::exit::Failure;
 use crate::infer::ModelArguments;
-use crate::inference_ranks::Joined;
 use crate::output::{note, piece, say, warning};
 use crate::placement::{FoundModel, PlacedModel};
 
@@ -90,8 +90,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let mut found = arguments.model.find()?;
     let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
     let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
-        Joined::Rank(ranks) => *ranks,
-        Joined::Ended(code) => return Ok(code),
+        ControlFlow::Continue(ranks) => ranks,
+        ControlFlow::Break(code) => return Ok(code),
     };
     let prompts = if talks {
         Vec::new()

@@ -89,6 +89,16 @@ impl Runner {
         Self::in_groups(model, arena, seed, Groups::alone(), &stages, None)
     }
 
+    /// Allocates memory for forwards of `model`, which was recorded for this rank of `groups`, in the rank's stage of the pipeline.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn for_evaluation(model: &RecordedModel, arena: &Arena, groups: Groups) -> Result<Self, EngineError> {
+        let units = groups.stage(model.units());
+        let stages = [StageMemory { units, slots: 1, splits_backward: false }];
+        Self::in_groups(model, arena, 0, groups, &stages, None)
+    }
+
     /// Allocates memory for `stages` of `model`, which was recorded for this rank of `groups`. With `offload`,
     /// activations are kept in a file.
     ///
@@ -178,7 +188,8 @@ impl Runner {
         self.forward_from(model, queue, &mut weights, batch)
     }
 
-    /// Runs the forward of every unit, with weights that are made ready unit by unit.
+    /// Runs the forward of every unit, with weights that are made ready unit by unit. In a pipeline, the rank receives the output of
+    /// the stage before its own, runs its units, and sends their output to the next stage.
     ///
     /// # Errors
     /// As [`Runner::forward`], or if the weights of a unit cannot be had.
@@ -190,8 +201,21 @@ impl Runner {
         batch: &HostBatch<'_>,
     ) -> Result<(), EngineError> {
         batch.check(model)?;
-        self.load(model, PassLocation::default(), batch);
-        self.forward_stage(model, PassLocation::default(), queue, weights, Purpose::Evaluation)
+        let place = PassLocation::default();
+        self.load(model, place, batch);
+        let groups = self.groups.clone();
+        let pipeline = groups.pipeline_peers();
+        let Stage { units, slots, .. } = &self.stages[place.stage];
+        let units = units.clone();
+        if let (Some(pipeline), Some(input)) = (pipeline, &slots[place.slot].input) {
+            pipeline.receive(message(model, units.start - 1, input, 0), pipeline.group.rank() - 1)?;
+        }
+        self.forward_stage(model, place, queue, weights, Purpose::Evaluation)?;
+        if let Some(pipeline) = pipeline.filter(|_| units.end < model.units()) {
+            let (output, start) = self.output_of(model, place, units.end - 1);
+            pipeline.send(message(model, units.end - 1, output, start), pipeline.group.rank() + 1)?;
+        }
+        Ok(())
     }
 
     /// Runs the forward of a stage on the micro-batch that was loaded into the slot of `place`.
@@ -561,36 +585,25 @@ impl Runner {
                 slot.input.as_ref().map(|buffer| boundary(model, unit - 1, buffer))
             }
         });
+        let batch = Batch {
+            ids: slot.ids.view(),
+            labels: Some(slot.labels.view()),
+            positions: slot.positions.view(),
+            document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
+            dropout_keys: Some(slot.dropout_keys.view()),
+            constants: &self.constants,
+            inputs: &slot.inputs,
+        };
+        let replay = self.groups.attach(Replay::new(queue, parameters, batch, frame(unit), &self.workspace));
         Replay {
-            queue,
-            parameters,
-            batch: Batch {
-                ids: slot.ids.view(),
-                labels: Some(slot.labels.view()),
-                positions: slot.positions.view(),
-                document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
-                dropout_keys: Some(slot.dropout_keys.view()),
-                constants: &self.constants,
-                inputs: &slot.inputs,
-            },
             input,
-            frame: frame(unit),
             output: whole(unit),
-            workspace: &self.workspace,
             first_dropout_site: RecordedModel::first_dropout_site(unit),
-            cache: None,
-            peers: self.groups.peers(),
-            grid: self.groups.grid_peers(),
-            expert_peers: self.groups.expert_peers(),
-            sequence_peers: self.groups.sequence_peers(),
-            replicas: self.groups.replica_peers(),
-            context: self
-                .groups
-                .context_peers()
-                .map(|peers| ContextPeers { peers, ring: self.ring.as_ref() }),
+            context: replay.context.map(|context| ContextPeers { ring: self.ring.as_ref(), ..context }),
             communication_buffer: self.communication_buffer.as_ref(),
             router_margin: self.router_margin.as_ref(),
             trace: Some(Trace { timeline: &self.timeline, unit }),
+            ..replay
         }
     }
 }

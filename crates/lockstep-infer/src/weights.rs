@@ -1,11 +1,15 @@
 //! Weights in the type of the model's files. Without a memory limit, a tensor that the model reads as it is stored stays in the
-//! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory.
-//! Quantized matrices stay quantized, whatever the type of the other weights: in the mapped file, or repacked into blocks. With a limit, weights are read into memory or streamed
+//! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory. Of a
+//! parameter that is sharded over ranks, each maps or copies its own bytes alone.
+//! Quantized matrices stay quantized, whatever the type of the other weights: in the mapped file, or repacked into blocks. With a limit,
+//! weights are read into memory or streamed
 //! ([`HeldUnits`]), and quantized ones are decoded.
 
 use std::{
+    borrow::Cow,
     cell::{Ref, RefCell},
     collections::HashMap,
+    ops::Range,
     path::Path,
 };
 
@@ -16,7 +20,7 @@ use lockstep_checkpoint::{
 };
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
 use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, BlockMatrix, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, Tensor, View};
+use lockstep_tensor::{Arena, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
 
 use crate::{
     InferError,
@@ -30,8 +34,9 @@ pub(crate) struct ModelWeights {
     /// The parameters that are converted into memory.
     pub(crate) converted: StateStore,
     files: Vec<MappedTensors>,
-    /// Quantized parameters that are stored in another layout than kernels read.
-    repacked: Vec<Tensor>,
+    /// Parameters in memory that are not converted: shards that are not contiguous in their files, quantized matrices whose rows are
+    /// stored in another order than the model's, and those that are stored in another layout than kernels read.
+    copied: Vec<Buffer>,
     /// Places of the parameters that stay as they are stored, by [`ParameterId`].
     stored: Vec<Option<StoredPlace>>,
     /// Bytes of the parameters in files, tied ones once.
@@ -53,8 +58,8 @@ struct StoredPlace {
 enum Source {
     /// A file, and the byte of the first element.
     File { file: usize, offset: usize },
-    /// Index among the repacked parameters.
-    Repacked(usize),
+    /// Index among the copied parameters.
+    Copied(usize),
 }
 
 /// Mapped files by path.
@@ -78,55 +83,63 @@ impl<'p> Files<'p> {
 }
 
 impl ModelWeights {
-    /// Loads the weights of `records` in type `dtype`, the matrices of linear layers quantized if that is asked for.
+    /// Loads the shards of `records` that the units of this rank's `stage` read, in type `dtype`, the matrices of linear layers quantized if
+    /// that is asked for.
     ///
     /// # Errors
     /// If a file is damaged or cannot be mapped, or memory runs out.
     pub(crate) fn load(
         directory: &ModelDirectory,
-        records: &[ParameterRecord],
+        (records, stage): (&[ParameterRecord], Range<usize>),
         (dtype, quantization): (DType, Option<WeightQuantization>),
         arena: &Arena,
     ) -> Result<Self, InferError> {
-        let ids: HashMap<&str, usize> =
-            records.iter().enumerate().map(|(id, record)| (record.name.as_str(), id)).collect();
-        let (mut files, mut repacked) = (Files::default(), Vec::new());
+        let is_read = read_by(records, stage);
+        let ids: HashMap<&str, usize> = records
+            .iter()
+            .enumerate()
+            .filter(|(id, _)| is_read[*id])
+            .map(|(id, record)| (record.name.as_str(), id))
+            .collect();
+        let (mut files, mut copied) = (Files::default(), Vec::new());
         let mut stored: Vec<Option<StoredPlace>> = vec![None; records.len()];
         let parameters = directory.stored_parameters();
         for parameter in &parameters {
             let Some(&id) = ids.get(parameter.name) else { continue };
-            let shape = Shape::from(records[id].shape.as_slice());
-            if parameter.elements == shape.elements() && stays_stored(parameter, dtype, shape) {
+            let shard = StoredShard::of(parameter, &records[id]);
+            if shard.stays_stored(parameter.elements, dtype) {
                 let file = files.index(parameter.file)?;
-                stored[id] = place(parameter, shape, (file, &files.files[file]), &mut repacked, arena)?;
+                let place = (file, &files.files[file], parameter.offset);
+                stored[id] = shard.place(place, &mut copied, arena)?;
             }
         }
         for parameter in directory.packed_parameters() {
             let Some(&id) = ids.get(parameter.name) else { continue };
-            if records[id].shape != parameter.shape {
+            let (stored_as, order) = (StoredElements::Blocks(parameter.format), RowOrder::Same);
+            let shard = StoredShard { stored: stored_as, order, record: &records[id] };
+            let Some(ranges) = shard.byte_ranges().filter(|_| shard.record.shape == parameter.shape) else {
                 continue;
-            }
+            };
             let mut blocks = vec![0; parameter.bytes()];
             parameter.pack(&mut blocks)?;
-            repacked.push(Tensor::from_slice(arena, [blocks.len()], &blocks, MemoryCategory::Parameters)?);
-            let (source, shape) = (Source::Repacked(repacked.len() - 1), Shape::from(parameter.shape));
-            stored[id] =
-                Some(StoredPlace { source, stored: StoredElements::Blocks(parameter.format), shape });
+            let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
+            stored[id] = Some(shard.copy(&pieces.concat(), &mut copied, arena)?);
         }
         if let Some(quantization) = quantization {
-            quantize(directory, records, quantization, (&mut stored, &mut repacked), arena)?;
+            quantize(directory, (records, &ids), quantization, (&mut stored, &mut copied), arena)?;
         }
-        let is_converted: Vec<bool> = stored.iter().map(Option::is_none).collect();
+        let is_converted: Vec<bool> =
+            stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
         let converted = convert(directory, records, &is_converted, dtype, arena)?;
         let in_files = stored.iter().flatten().filter(|place| matches!(place.source, Source::File { .. }));
         let in_place_bytes = in_files.map(StoredPlace::bytes).sum();
         for (id, record) in records.iter().enumerate() {
             if let Some(table) = record.tie {
-                stored[id] = stored[table.0]
-                    .map(|place| StoredPlace { shape: Shape::from(record.shape.as_slice()), ..place });
+                let shape = Shape::from(record.local_shape().as_slice());
+                stored[id] = stored[table.0].map(|place| StoredPlace { shape, ..place });
             }
         }
-        Ok(Self { converted, files: files.files, repacked, stored, in_place_bytes, held: None })
+        Ok(Self { converted, files: files.files, copied, stored, in_place_bytes, held: None })
     }
 
     /// Loads the weights of a model, of which `resident` says for each parameter whether it stays in memory. Those of the
@@ -159,7 +172,7 @@ impl ModelWeights {
         let layouts = UnitLayout::of_units(&parts, resident);
         let held = HeldUnits::load(parts, layouts, buffers, arena, kernels)?;
         let held = Some(RefCell::new(held));
-        Ok(Self { converted, files, repacked: Vec::new(), stored, in_place_bytes, held })
+        Ok(Self { converted, files, copied: Vec::new(), stored, in_place_bytes, held })
     }
 
     /// Maps the files of the tables that are not resident.
@@ -216,8 +229,8 @@ impl ModelWeights {
 
     /// Returns the bytes of the parameters in memory.
     pub(crate) fn converted_bytes(&self) -> usize {
-        let repacked: usize = self.repacked.iter().map(|tensor| tensor.view().elements()).sum();
-        self.converted.len_bytes() + repacked
+        let copied: usize = self.copied.iter().map(Buffer::len_bytes).sum();
+        self.converted.len_bytes() + copied
     }
 
     /// Returns the parameters that stay as they are stored, by [`ParameterId`].
@@ -228,7 +241,7 @@ impl ModelWeights {
     fn matrix(&self, place: &StoredPlace) -> Option<Matrix<'_>> {
         let bytes = |dtype, shape: Shape| match place.source {
             Source::File { file, offset } => self.files[file].view(dtype, offset, shape),
-            Source::Repacked(index) => Some(self.repacked[index].view()),
+            Source::Copied(index) => Some(self.copied[index].view(dtype, 0, shape)),
         };
         match place.stored {
             StoredElements::Dense(dtype) => bytes(dtype, place.shape).map(Matrix::Dense),
@@ -248,44 +261,55 @@ impl StoredPlace {
     }
 }
 
-/// Quantizes the matrices of linear layers that are numbers, one at a time.
+/// Quantizes the matrices of linear layers that are numbers, one at a time, and keeps this rank's shards. A matrix whose shards are no whole
+/// blocks stays as it is.
 fn quantize(
     directory: &ModelDirectory,
-    records: &[ParameterRecord],
+    (records, ids): (&[ParameterRecord], &HashMap<&str, usize>),
     quantization: WeightQuantization,
-    (stored, repacked): (&mut [Option<StoredPlace>], &mut Vec<Tensor>),
+    (stored, copied): (&mut [Option<StoredPlace>], &mut Vec<Buffer>),
     arena: &Arena,
 ) -> Result<(), InferError> {
-    let mut formats: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
-    for (id, record) in records.iter().enumerate() {
+    let mut shards: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
+    for (&name, &id) in ids {
+        let record = &records[id];
         let is_number = stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)));
         if record.tie.is_none()
             && is_number
-            && is_quantizable(&record.name, &record.shape)
+            && is_quantizable(name, &record.shape)
             && let Some(format) = quantization.format(record.shape[1])
         {
-            formats.insert(record.name.as_str(), (id, format));
+            shards.insert(name, (id, format));
         }
     }
     directory.for_each_selected(
-        |name| formats.contains_key(name),
+        |name| shards.contains_key(name),
         |name, values| -> Result<(), InferError> {
-            let (id, format) = formats[name];
-            let shape = Shape::from(records[id].shape.as_slice());
-            let place = StoredPlace {
-                source: Source::Repacked(repacked.len()),
-                stored: StoredElements::Blocks(format),
-                shape,
-            };
+            let (id, format) = shards[name];
+            let (blocks, order) = (StoredElements::Blocks(format), RowOrder::Same);
+            let shard = StoredShard { stored: blocks, order, record: &records[id] };
+            let Some(ranges) = shard.byte_ranges() else { return Ok(()) };
             let blocks = encode_blocks(format, values);
-            repacked.push(Tensor::from_slice(arena, [blocks.len()], &blocks, MemoryCategory::Parameters)?);
-            stored[id] = Some(place);
+            let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
+            stored[id] = Some(shard.copy(&pieces.concat(), copied, arena)?);
             Ok(())
         },
     )
 }
 
-/// Reads parameters into memory in type `dtype`: those that `is_converted` is true for.
+/// Returns the elements of a parameter that the rank holds.
+fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
+    let mut ranges = record.share.element_ranges(&record.shape).map(|(first, len)| first..first + len);
+    match (ranges.next(), ranges.next()) {
+        (Some(range), None) => Cow::Borrowed(&values[range]),
+        _ => {
+            let ranges = record.share.element_ranges(&record.shape);
+            Cow::Owned(ranges.flat_map(|(first, len)| &values[first..first + len]).copied().collect())
+        }
+    }
+}
+
+/// Reads this rank's shards of parameters into memory in type `dtype`: those that `is_converted` is true for.
 fn convert(
     directory: &ModelDirectory,
     records: &[ParameterRecord],
@@ -302,7 +326,7 @@ fn convert(
         directory.for_each_selected(
             |name| ids.contains_key(name),
             |name, values| -> Result<(), CheckpointError> {
-                write(store.view(ids[name]), values);
+                write(store.view(ids[name]), &local(&records[ids[name].0], values));
                 Ok(())
             },
         )?;
@@ -310,41 +334,114 @@ fn convert(
     Ok(store)
 }
 
-/// Returns true if the kernels of a model of type `dtype` read a parameter as it is stored.
-fn stays_stored(parameter: &StoredParameter<'_>, dtype: DType, shape: Shape) -> bool {
-    match parameter.stored {
-        StoredElements::Dense(stored) => stored == dtype && parameter.order == RowOrder::Same,
-        StoredElements::Blocks(_) => shape.dims().len() == 2,
+/// Returns for each parameter whether a unit of `stage` reads it, a tied one through the parameter that owns its weights.
+fn read_by(records: &[ParameterRecord], stage: Range<usize>) -> Vec<bool> {
+    let mut is_read: Vec<bool> = records.iter().map(|record| stage.contains(&record.unit)).collect();
+    for (id, record) in records.iter().enumerate() {
+        if let Some(owner) = record.tie.filter(|_| is_read[id]) {
+            is_read[owner.0] = true;
+        }
     }
+    is_read
 }
 
-/// Returns the place of a parameter; `None` if it is not aligned to its elements. One with rows in another order is copied.
-fn place(
-    parameter: &StoredParameter<'_>,
-    shape: Shape,
-    (file, map): (usize, &MappedTensors),
-    repacked: &mut Vec<Tensor>,
-    arena: &Arena,
-) -> Result<Option<StoredPlace>, InferError> {
-    let (stored, offset) = (parameter.stored, parameter.offset);
-    let mut place = StoredPlace { source: Source::File { file, offset }, stored, shape };
-    let view = match stored {
-        StoredElements::Dense(dtype) => map.view(dtype, offset, shape),
-        StoredElements::Blocks(_) => map.view(DType::U8, offset, [place.bytes()]),
-    };
-    let Some(view) = view else { return Ok(None) };
-    if parameter.order != RowOrder::Same {
-        let rows = shape.as_matrix().0;
-        let row_bytes = place.bytes() / rows.max(1);
-        let (bytes, mut ordered) = (view.to_vec::<u8>(), vec![0; place.bytes()]);
-        for (row, ordered) in ordered.chunks_exact_mut(row_bytes.max(1)).enumerate() {
-            ordered.copy_from_slice(&bytes[parameter.order.stored_row(row) * row_bytes..][..row_bytes]);
-        }
-        let category = MemoryCategory::Parameters;
-        repacked.push(Tensor::from_slice(arena, [ordered.len()], &ordered, category)?);
-        place.source = Source::Repacked(repacked.len() - 1);
+/// This rank's shard of a stored parameter.
+struct StoredShard<'a> {
+    stored: StoredElements,
+    order: RowOrder,
+    record: &'a ParameterRecord,
+}
+
+impl<'a> StoredShard<'a> {
+    fn of(parameter: &StoredParameter<'_>, record: &'a ParameterRecord) -> Self {
+        Self { stored: parameter.stored, order: parameter.order, record }
     }
-    Ok(Some(place))
+
+    /// Returns true if the kernels of a model of type `dtype` read the parameter, which has `elements` elements, as it is stored.
+    fn stays_stored(&self, elements: usize, dtype: DType) -> bool {
+        let is_readable = match self.stored {
+            StoredElements::Dense(stored) => stored == dtype && self.order == RowOrder::Same,
+            StoredElements::Blocks(_) => self.record.shape.len() == 2,
+        };
+        is_readable && elements == self.record.elements()
+    }
+
+    /// Returns the place of the shard; `None` if it is not aligned to its elements or cuts a block of quantized ones. A shard that is
+    /// not contiguous in the file, or whose rows have another order there, is copied.
+    fn place(
+        &self,
+        (file, map, offset): (usize, &MappedTensors, usize),
+        copied: &mut Vec<Buffer>,
+        arena: &Arena,
+    ) -> Result<Option<StoredPlace>, InferError> {
+        let stored = self.stored;
+        let Some(ranges) = self.byte_ranges() else { return Ok(None) };
+        let shape = Shape::from(self.record.local_shape().as_slice());
+        if let [range] = ranges.as_slice() {
+            let start = offset + range.start;
+            let view = match stored {
+                StoredElements::Dense(dtype) => map.view(dtype, start, shape),
+                StoredElements::Blocks(_) => map.view(DType::U8, start, [range.len()]),
+            };
+            let source = Source::File { file, offset: start };
+            return Ok(view.map(|_| StoredPlace { source, stored, shape }));
+        }
+        let mut bytes = vec![0_u8; ranges.iter().map(Range::len).sum()];
+        let mut rest = bytes.as_mut_slice();
+        for range in &ranges {
+            let Some(view) = map.view(DType::U8, offset + range.start, [range.len()]) else {
+                return Ok(None);
+            };
+            let (piece, after) = rest.split_at_mut(range.len());
+            view.copy_to(piece);
+            rest = after;
+        }
+        Ok(Some(self.copy(&bytes, copied, arena)?))
+    }
+
+    /// Copies the bytes of the shard.
+    fn copy(&self, bytes: &[u8], copied: &mut Vec<Buffer>, arena: &Arena) -> Result<StoredPlace, InferError> {
+        let buffer = arena.allocate(bytes.len(), MemoryCategory::Parameters)?;
+        buffer.view(DType::U8, 0, [bytes.len()]).copy_from(bytes);
+        copied.push(buffer);
+        let shape = Shape::from(self.record.local_shape().as_slice());
+        Ok(StoredPlace { source: Source::Copied(copied.len() - 1), stored: self.stored, shape })
+    }
+
+    /// Returns the ranges of the parameter's bytes that the rank holds, in the order of the shard's elements; `None` if they cut a
+    /// block.
+    fn byte_ranges(&self) -> Option<Vec<Range<usize>>> {
+        let Self { stored, record, .. } = self;
+        let columns = record.shape.last().copied().unwrap_or(1).max(1);
+        let row_bytes = stored.row_bytes(columns)?;
+        let byte_of =
+            |element: usize| Some(element / columns * row_bytes + stored.row_bytes(element % columns)?);
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for (first, len) in record.share.element_ranges(&record.shape) {
+            for piece in self.in_stored_order(first..first + len, columns) {
+                let bytes = byte_of(piece.start)?..byte_of(piece.end)?;
+                match ranges.last_mut() {
+                    Some(last) if last.end == bytes.start => last.end = bytes.end,
+                    _ => ranges.push(bytes),
+                }
+            }
+        }
+        Some(ranges)
+    }
+
+    /// Returns where a range of the parameter's elements is stored, in pieces.
+    fn in_stored_order(&self, elements: Range<usize>, columns: usize) -> Vec<Range<usize>> {
+        let order = self.order;
+        if order == RowOrder::Same {
+            return vec![elements];
+        }
+        let row_of = |row: usize| {
+            let part = elements.start.max(row * columns)..elements.end.min((row + 1) * columns);
+            let start = order.stored_row(row) * columns + part.start % columns;
+            start..start + part.len()
+        };
+        (elements.start / columns..elements.end.div_ceil(columns)).map(row_of).collect()
+    }
 }
 
 /// Weights of a model as a runner asks for them.

@@ -1,6 +1,7 @@
 //! Reading token by token through the key-value cache gives the logits that transformers computes for the whole sequence at once.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+mod common;
 mod gguf;
 
 use std::{

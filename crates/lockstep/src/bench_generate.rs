@@ -4,13 +4,14 @@ use std::{process::ExitCode, time::Instant};
 
 use clap::Args;
 use lockstep_config::human;
-use lockstep_infer::{Batch, InferencePlan, LoadedModel, NewTokens, SequenceId, Workload};
+use lockstep_infer::{Batch, InferencePlan, LoadedModel, NewTokens, PlannedWork, SequenceId, Workload};
 use lockstep_plan::random::Philox;
 use lockstep_tensor::host::{peak_resident_bytes, proportional_bytes};
 use serde_json::json;
 
 use crate::exit::Failure;
 use crate::infer::ModelArguments;
+use crate::inference_ranks::Joined;
 use crate::output::say;
 use crate::placement::{Placed, PlacedModel};
 
@@ -40,13 +41,18 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let found = arguments.model.find()?;
+    let mut found = arguments.model.find()?;
+    let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
+        Joined::Rank(ranks) => *ranks,
+        Joined::Ended(code) => return Ok(code),
+    };
+    let world_size = ranks.size();
     let context = (arguments.prompt_tokens + arguments.new_tokens) as usize;
     let workload = Workload::Generation { sequences: arguments.sequences as usize, context };
     let plan = found.plan(workload)?;
     let before = read_alone(plan.as_ref())?;
     let start = Instant::now();
-    let PlacedModel { model, placed } = found.load(workload)?;
+    let PlacedModel { model, placed } = found.load(workload, ranks)?;
     let load_ms = milliseconds(start);
     let [mut first_ms, mut prefill_ms, mut decode_ms] = [f64::INFINITY; 3];
     let mut read_gb_per_s = 0.0_f64;
@@ -76,7 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         say!(
             "{}",
             json!({
-                "dtype": dtype.to_string(), "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
+                "dtype": dtype.to_string(), "ranks": world_size, "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
                 "prefill_ms": prefill_ms, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode,
                 "weights_in_place_bytes": in_place, "weights_converted_bytes": converted,
                 "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak, "pss_bytes": memory.0,
@@ -86,7 +92,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     let bytes = |bytes: usize| human::bytes(bytes as u64);
-    say!("{} {dtype}, {}", arguments.model.model, human::plural(threads, "thread"));
+    let of_ranks = match world_size {
+        1 => String::new(),
+        ranks => format!("{ranks} ranks of "),
+    };
+    say!("{} {dtype}, {of_ranks}{}", arguments.model.model, human::plural(threads, "thread"));
     match placed {
         Some(Placed { weights, .. }) => {
             let [resident, on_disk] = weights.map(human::bytes);

@@ -54,15 +54,15 @@ enum Command {
     /// Train a model; without a file, the built-in demonstration
     Train(Box<train::Arguments>),
     /// Search for the fastest plan, or predict the time and memory of a given one
-    Plan(plan::Arguments),
+    Plan(Box<plan::Arguments>),
     /// Compare a plan's numbers with those of one rank; without a file, for a tiny Llama on a built-in text
     Verify(verify::Arguments),
     /// List the model presets: parameters, shape, context, vocabulary
     Models(models::Arguments),
     /// Measure loss and perplexity of a model on text
-    Eval(infer::EvalArguments),
+    Eval(Box<infer::EvalArguments>),
     /// Continue prompts, or chat with a model
-    Generate(generate::Arguments),
+    Generate(Box<generate::Arguments>),
     /// Write a model with weights of 8 or 4 bits, as a directory that transformers loads
     Quantize(quantize::Arguments),
     /// List, check, export and import checkpoints

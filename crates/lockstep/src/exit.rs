@@ -5,9 +5,12 @@ use std::io;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_comm::CommError;
 use lockstep_data::{DataError, ErrorKind};
+use lockstep_engine::EngineError;
 use lockstep_infer::InferError;
 use lockstep_launch::LaunchError;
 use lockstep_model::ModelError;
+
+use crate::ranks;
 
 /// The run failed.
 pub(crate) const FAILED: u8 = 1;
@@ -150,6 +153,10 @@ impl From<InferError> for Failure {
             InferError::Tensor(error) => Self { message: error.to_string(), code: FAILED },
             error @ InferError::GenerationConfig { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
+            }
+            InferError::Comm(error) | InferError::Engine(EngineError::Comm(error)) => {
+                let rank = lockstep_launch::place().ok().flatten().map_or(0, |place| place.rank);
+                ranks::told_by(error, rank)
             }
             InferError::Engine(error) => Self { message: error.to_string(), code: FAILED },
             error => Self::configuration(error.to_string()),

@@ -11,11 +11,12 @@ use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
 };
-use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, Workload, evaluate};
+use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, PlannedWork, Workload, evaluate};
 use lockstep_tensor::BlockActivations;
 use serde_json::json;
 
 use crate::exit::Failure;
+use crate::inference_ranks::{Joined, RankArguments};
 use crate::output::say;
 use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
 use crate::quantize::QuantizedType;
@@ -38,11 +39,13 @@ pub(crate) struct ModelArguments {
     /// Quantize the linear layers of blocks as they are loaded, in groups of 128 (int8) or 64 (int4, nf4)
     #[arg(long, value_name = "TYPE", value_enum, conflicts_with_all = ["device_map", "max_memory", "offload_dir"])]
     quantize: Option<QuantizedType>,
-    /// Compute threads [default: all cores]
+    /// Compute threads of each rank [default: all cores, shared by the ranks of this machine]
     #[arg(long)]
     threads: Option<usize>,
     #[command(flatten)]
     pub(crate) placement: PlacementArguments,
+    #[command(flatten)]
+    pub(crate) ranks: RankArguments,
 }
 
 /// Values of `--dtype`.
@@ -77,6 +80,14 @@ impl ModelArguments {
         let options = LoadOptions { threads, dtype: self.dtype.dtype(), activations, quantize };
         FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
     }
+
+    /// Starts the ranks of the model, or joins the others as one of them.
+    pub(crate) fn join(&self, found: &mut FoundModel, work: PlannedWork) -> Result<Joined, Failure> {
+        let joined = self.ranks.join(found, work)?;
+        // A rank may have its share of the cores only since it has joined.
+        found.options.threads = threads(self.threads)?;
+        Ok(joined)
+    }
 }
 
 impl DtypeChoice {
@@ -107,14 +118,18 @@ pub(crate) struct EvalArguments {
 }
 
 pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
-    let found = arguments.model.find()?;
+    let mut found = arguments.model.find()?;
     let longest = found.description.config().max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
         return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
     }
-    let PlacedModel { model, .. } =
-        &found.load(Workload::Evaluation { windows: EVALUATED_WINDOWS, seq_len })?;
+    let ranks = match arguments.model.join(&mut found, PlannedWork::Evaluation { seq_len })? {
+        Joined::Rank(ranks) => *ranks,
+        Joined::Ended(code) => return Ok(code),
+    };
+    let workload = Workload::Evaluation { windows: EVALUATED_WINDOWS, seq_len };
+    let PlacedModel { model, .. } = &found.load(workload, ranks)?;
     let files = expand(&arguments.data, Format::Auto)?;
     let cache_dir = RunConfig::default().cache_dir();
     let progress = Bar::default();
@@ -128,7 +143,9 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
         text: TextOptions::default(),
         progress: &progress,
     };
-    let tokens = Arc::new(Tokens::open(&files, &options)?);
+    // The first rank writes the tokens of a text to the cache.
+    let open = || Tokens::open(&files, &options).map_err(Failure::from);
+    let tokens = Arc::new(model.ranks().first_then_others(open)?);
     let range = 0..tokens.tokens();
     // For prompts with answers only the answers are measured, and samples do not see each other.
     let packing = if tokens.has_contexts() { Packing::WholeDocuments } else { Packing::Stream };

@@ -30,11 +30,11 @@ type Problem = Box<dyn StdError + Send + Sync>;
 
 /// torchrun's flags of a program.
 #[derive(Debug, Args)]
-struct Given {
+pub(crate) struct Given {
     #[command(flatten)]
-    flags: Flags,
+    pub(crate) flags: Flags,
     #[command(flatten)]
-    nodes: Nodes,
+    pub(crate) nodes: Nodes,
 }
 
 #[derive(Debug, Parser)]
@@ -86,7 +86,7 @@ fn run<E: Into<Problem>>(body: impl FnOnce(&World) -> Result<(), E>) -> Result<E
         let own = split(std::env::args().skip(1)).0;
         let program = std::env::args().take(1);
         let given = Ranks::try_parse_from(program.chain(own)).unwrap_or_else(|error| error.exit()).given;
-        if let Some(code) = start(&given)? {
+        if let Some(code) = start(&given, 1, TransportKind::Auto)? {
             return Ok(code);
         }
     }
@@ -118,12 +118,13 @@ fn labelled(failure: Failure, rank: usize) -> Failure {
     Failure { message, ..failure }
 }
 
-/// Starts the ranks of this machine and watches them to their end, with restarts after failures; `None` if this process is
-/// to be the only rank.
-fn start(given: &Given) -> Result<Option<ExitCode>, Failure> {
+/// Starts the ranks of this machine, `ranks` if no flag says how many, and watches them to their end, with restarts after failures;
+/// `None` if this process is to be the only rank.
+pub(crate) fn start(given: &Given, ranks: usize, way: TransportKind) -> Result<Option<ExitCode>, Failure> {
     let launching = given.flags.settle(&variable)?;
     let mut rendezvous = given.nodes.rendezvous(&launching)?;
-    let here = launching.ranks.unwrap_or(1);
+    let several = given.nodes.are_several(&launching);
+    let here = launching.ranks.unwrap_or(if several { 1 } else { ranks });
     let max_restarts = launching.max_restarts.unwrap_or(0);
     if here == 1 && rendezvous.is_none() && max_restarts == 0 {
         return Ok(None);
@@ -134,7 +135,7 @@ fn start(given: &Given) -> Result<Option<ExitCode>, Failure> {
     let interrupt = Interrupt::on_signals()?;
     for attempt in 0.. {
         let start = match &mut rendezvous {
-            None => ranks::Start::here(here, TransportKind::Auto)?,
+            None => ranks::Start::here(here, way)?,
             Some(rendezvous) => {
                 let info = NodeInfo { attempt, max_restarts, ..NodeInfo::first(here) };
                 let limit = launching.limit.unwrap_or(MEETING_LIMIT);

@@ -95,6 +95,7 @@ mod generate;
 mod hosts;
 mod import;
 mod infer;
+mod inference_ranks;
 mod instructions;
 mod launch;
 mod launching;

@@ -34,7 +34,7 @@ impl PlainWords {
     }
 
     #[inline(always)]
-    fn each_number(self, number: impl Fn(u32) -> f32) -> [f32; SIDE] {
+    fn map(self, number: impl Fn(u32) -> f32) -> [f32; SIDE] {
         let mut floats = [0.0; SIDE];
         for (float, word) in floats.iter_mut().zip(self.0) {
             *float = number(word);
@@ -65,6 +65,14 @@ impl Words for PlainWords {
     }
 
     #[inline(always)]
+    fn sub(mut self, other: Self) -> Self {
+        for (word, other) in self.0.iter_mut().zip(other.0) {
+            *word = word.wrapping_sub(other);
+        }
+        self
+    }
+
+    #[inline(always)]
     fn shl(self, bits: usize) -> Self {
         self.each(|word| word << bits)
     }
@@ -81,12 +89,22 @@ impl Words for PlainWords {
 
     #[inline(always)]
     fn numbers(self) -> [f32; SIDE] {
-        self.each_number(|word| word.cast_signed() as f32)
+        self.map(|word| word.cast_signed() as f32)
+    }
+
+    #[inline(always)]
+    fn floats(self) -> [f32; SIDE] {
+        self.map(f32::from_bits)
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[f32; 16]) -> [f32; SIDE] {
+        self.map(|word| table[(word & 15) as usize])
     }
 
     #[inline(always)]
     fn halves(self) -> [f32; SIDE] {
-        self.each_number(|word| widen(word as u16))
+        self.map(|word| widen(word as u16))
     }
 
     #[inline(always)]
@@ -103,24 +121,6 @@ impl Words for PlainWords {
             *number = -*number;
         }
         numbers
-    }
-
-    #[inline(always)]
-    fn sum(mut self, other: Self) -> Self {
-        for (word, other) in self.0.iter_mut().zip(other.0) {
-            *word = word.wrapping_add(other);
-        }
-        self
-    }
-
-    #[inline(always)]
-    fn floats(self) -> [f32; SIDE] {
-        self.each_number(f32::from_bits)
-    }
-
-    #[inline(always)]
-    fn lookup(self, table: &[f32; 16]) -> [f32; SIDE] {
-        self.each_number(|word| table[(word & 15) as usize])
     }
 }
 
@@ -155,8 +155,8 @@ impl WordLanes for PlainWords {
 #[cfg(target_arch = "x86_64")]
 macro_rules! words {
     ($(#[$doc:meta])* $name:ident([$vector:ty; $count:literal]), $floats:ty, $set:ident, $and:ident, $or:ident, $xor:ident,
-     $shl:ident, $shr:ident, $shr_signed:ident, $numbers:ident, $products:ident,
-     |$halves:ident| $widen:expr, |$number:ident| $negative:expr, $sum:ident, $floats_of:ident,
+     $sub:ident, $floats_of:ident, $shl:ident, $shr:ident, $shr_signed:ident, $numbers:ident, $products:ident,
+     |$halves:ident| $widen:expr, |$number:ident| $negative:expr,
      |$index:ident, $table:ident| $look_up:expr, $load:ident, $store:ident, $store_floats:ident,
      $zero:ident, $transpose:path) => {
         $(#[$doc])*
@@ -196,6 +196,15 @@ macro_rules! words {
             }
 
             #[inline(always)]
+            fn sub(mut self, other: Self) -> Self {
+                for (words, other) in self.0.iter_mut().zip(other.0) {
+                    // SAFETY: as above.
+                    *words = unsafe { $sub(*words, other) };
+                }
+                self
+            }
+
+            #[inline(always)]
             fn shl(mut self, bits: usize) -> Self {
                 for words in &mut self.0 {
                     // SAFETY: as above.
@@ -229,6 +238,18 @@ macro_rules! words {
             }
 
             #[inline(always)]
+            fn floats(self) -> Self::Floats {
+                // SAFETY: as above.
+                self.0.map(#[inline(always)] |words| unsafe { $floats_of(words) })
+            }
+
+            #[inline(always)]
+            fn lookup(self, $table: &[f32; 16]) -> Self::Floats {
+                // SAFETY: as above.
+                self.0.map(#[inline(always)] |$index| unsafe { $look_up })
+            }
+
+            #[inline(always)]
             fn halves(self) -> Self::Floats {
                 // SAFETY: as above.
                 self.0.map(#[inline(always)] |$halves| unsafe { $widen })
@@ -251,27 +272,6 @@ macro_rules! words {
                     *number = unsafe { $negative };
                 }
                 numbers
-            }
-
-            #[inline(always)]
-            fn sum(mut self, other: Self) -> Self {
-                for (words, other) in self.0.iter_mut().zip(other.0) {
-                    // SAFETY: as above.
-                    *words = unsafe { $sum(*words, other) };
-                }
-                self
-            }
-
-            #[inline(always)]
-            fn floats(self) -> Self::Floats {
-                // SAFETY: as above.
-                self.0.map(#[inline(always)] |words| unsafe { $floats_of(words) })
-            }
-
-            #[inline(always)]
-            fn lookup(self, $table: &[f32; 16]) -> Self::Floats {
-                // SAFETY: as above.
-                self.0.map(#[inline(always)] |$index| unsafe { $look_up })
             }
         }
 
@@ -321,13 +321,13 @@ macro_rules! words {
 words!(
     /// AVX2.
     Words256([__m256i; 2]), __m256, _mm256_set1_epi32, _mm256_and_si256, _mm256_or_si256, _mm256_xor_si256,
-    _mm256_sll_epi32, _mm256_srl_epi32, _mm256_sra_epi32, _mm256_cvtepi32_ps, _mm256_mul_ps,
+    _mm256_sub_epi32, _mm256_castsi256_ps, _mm256_sll_epi32, _mm256_srl_epi32, _mm256_sra_epi32, _mm256_cvtepi32_ps, _mm256_mul_ps,
     |words| {
         let low = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
         let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(low, low));
         _mm256_cvtph_ps(_mm256_castsi256_si128(packed))
     },
-    |number| _mm256_xor_ps(number, _mm256_set1_ps(-0.0)), _mm256_add_epi32, _mm256_castsi256_ps,
+    |number| _mm256_xor_ps(number, _mm256_set1_ps(-0.0)),
     |index, table| {
         // The lanes of the low half of the table and of the high half; bit 3, moved to the sign, selects one.
         let half = |first: usize| _mm256_permutevar8x32_ps(_mm256_loadu_ps(table[first..].as_ptr()), index);
@@ -340,9 +340,9 @@ words!(
 words!(
     /// AVX-512.
     Words512([__m512i; 1]), __m512, _mm512_set1_epi32, _mm512_and_si512, _mm512_or_si512, _mm512_xor_si512,
-    _mm512_sll_epi32, _mm512_srl_epi32, _mm512_sra_epi32, _mm512_cvtepi32_ps, _mm512_mul_ps,
+    _mm512_sub_epi32, _mm512_castsi512_ps, _mm512_sll_epi32, _mm512_srl_epi32, _mm512_sra_epi32, _mm512_cvtepi32_ps, _mm512_mul_ps,
     |words| _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)),
-    |number| _mm512_xor_ps(number, _mm512_set1_ps(-0.0)), _mm512_add_epi32, _mm512_castsi512_ps,
+    |number| _mm512_xor_ps(number, _mm512_set1_ps(-0.0)),
     |index, table| _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr())),
     _mm512_loadu_si512, _mm512_storeu_si512, _mm512_storeu_ps, _mm512_setzero_si512,
     transpose::transpose_words_avx512

@@ -49,8 +49,6 @@ const TASK_ELEMENTS: usize = 1 << 14;
 const GROUP_SIZES: [usize; 3] = [128, 64, 32];
 /// Size of NF4's groups.
 const NF4_GROUP: usize = 64;
-/// Number of values of the lowest bits of an f32 scale that are zero.
-const FREE_BITS: u32 = 32;
 
 impl WeightQuantization {
     /// Returns the groups that may be used, the largest first.
@@ -330,13 +328,13 @@ impl<'a> Matrix<'a> {
             }
             (PackedPart::Codes, WeightType::Int8) => self.each_group(&values, |group, bytes| {
                 let mut codes = vec![0; group.len()];
-                int8_group(group, |scale| self.scale(scale), &mut codes);
+                int8_group(group, |scale| self.rounded(scale), &mut codes);
                 // Stored with 128 added, low bytes first.
                 bytes.extend(codes.iter().map(|code| code.cast_unsigned() ^ 128));
             }),
             (PackedPart::Codes, _) => self.each_group(&values, |group, bytes| {
                 let mut codes = vec![0; group.len()];
-                int4_group(group, |scale| self.scale(scale), &mut codes);
+                int4_group(group, |scale| self.rounded(scale), &mut codes);
                 bytes.extend(codes.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4));
             }),
             (PackedPart::Scales, to) => self.each_group(&values, |group, bytes| {
@@ -356,17 +354,9 @@ impl<'a> Matrix<'a> {
     fn scale_and_zero(&self, group: &[f32], to: WeightType) -> (f32, u8) {
         match to {
             WeightType::Int8 => {
-                (int8_group(group, |scale| self.scale(scale), &mut vec![0; group.len()]), 128)
+                (int8_group(group, |scale| self.rounded(scale), &mut vec![0; group.len()]), 128)
             }
-            _ => int4_group(group, |scale| self.scale(scale), &mut vec![0; group.len()]),
-        }
-    }
-
-    /// Returns a scale in the model's type; of f32, one that blocks of int4 can hold.
-    fn scale(&self, scale: f32) -> f32 {
-        match self.dtype {
-            DType::F32 => f32::from_bits(scale.to_bits().next_multiple_of(FREE_BITS)),
-            _ => self.rounded(scale),
+            _ => int4_group(group, |scale| self.rounded(scale), &mut vec![0; group.len()]),
         }
     }
 

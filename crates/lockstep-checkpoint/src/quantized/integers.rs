@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat, DType,
-    block_format::{BlockCodec, Int4Codec, Int8Codec, is_short_scale},
+    block_format::{BlockCodec, Int4Codec, Int8Codec},
 };
 
 use crate::convert;
@@ -144,21 +144,8 @@ impl<'a> IntegerMatrix<'a> {
         if !is_4_bits && !self.are_zeros_in_the_middle() {
             return Err("its codes of 8 bits have zero points");
         }
-        if is_4_bits && !self.are_scales_short() {
-            return Err("its groups of 4 bits have scales of f32");
-        }
         let found = formats.iter().find(|format| divides(format.block_elements()));
         found.copied().ok_or("its groups are no multiple of 32 inputs")
-    }
-
-    /// Returns true if blocks of int4 have room for the scales.
-    fn are_scales_short(&self) -> bool {
-        let mut scales = vec![0.0; self.group_count];
-        self.scales.dtype != DType::F32
-            || (0..self.outputs).all(|output| {
-                self.read_scales(output, &mut scales);
-                scales.iter().all(|&scale| is_short_scale(scale))
-            })
     }
 
     fn is_4_bits(&self) -> bool {

@@ -14,7 +14,7 @@ pub const PART: usize = 32;
 /// Words of the codes of a part, four each.
 pub const UNITS: usize = PART / 4;
 /// Words of the longest block.
-pub const MOST_WORDS: usize = 52;
+pub const MOST_WORDS: usize = 53;
 
 /// A word of each line. Methods are inlined into their callers and compiled for the caller's instructions.
 pub trait Words: Copy {
@@ -27,6 +27,8 @@ pub trait Words: Copy {
     fn or(self, other: Self) -> Self;
     /// Returns the words with the bits of the mask inverted.
     fn xor(self, mask: u32) -> Self;
+    /// Subtracts words from words.
+    fn sub(self, other: Self) -> Self;
     /// Shifts towards the high bits.
     fn shl(self, bits: usize) -> Self;
     /// Shifts towards the low bits, and fills up with zeros.
@@ -35,18 +37,16 @@ pub trait Words: Copy {
     fn shr_signed(self, bits: usize) -> Self;
     /// Returns the words, which are signed integers, as f32.
     fn numbers(self) -> Self::Floats;
+    /// Returns the f32 with the bits of each word.
+    fn floats(self) -> Self::Floats;
+    /// Returns the number of a table that the low four bits of each word name.
+    fn lookup(self, table: &[f32; 16]) -> Self::Floats;
     /// Returns the f16 in the low half of each word.
     fn halves(self) -> Self::Floats;
     /// Multiplies numbers.
     fn products(first: Self::Floats, second: Self::Floats) -> Self::Floats;
     /// Negates numbers.
     fn negatives(numbers: Self::Floats) -> Self::Floats;
-    /// Adds words as integers, modulo 2^32.
-    fn sum(self, other: Self) -> Self;
-    /// Returns the f32 that have the words' bits.
-    fn floats(self) -> Self::Floats;
-    /// Returns the number of a table that the low four bits of each word name.
-    fn lookup(self, table: &[f32; 16]) -> Self::Floats;
 
     /// Returns byte `index` of each word, unsigned.
     #[inline(always)]
@@ -75,6 +75,11 @@ impl Words for u32 {
     }
 
     #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        self.wrapping_sub(other)
+    }
+
+    #[inline(always)]
     fn shl(self, bits: usize) -> Self {
         self << bits
     }
@@ -95,6 +100,16 @@ impl Words for u32 {
     }
 
     #[inline(always)]
+    fn floats(self) -> f32 {
+        f32::from_bits(self)
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[f32; 16]) -> f32 {
+        table[(self & 15) as usize]
+    }
+
+    #[inline(always)]
     fn halves(self) -> f32 {
         widen(self as u16)
     }
@@ -107,21 +122,6 @@ impl Words for u32 {
     #[inline(always)]
     fn negatives(number: f32) -> f32 {
         -number
-    }
-
-    #[inline(always)]
-    fn sum(self, other: Self) -> Self {
-        self.wrapping_add(other)
-    }
-
-    #[inline(always)]
-    fn floats(self) -> f32 {
-        f32::from_bits(self)
-    }
-
-    #[inline(always)]
-    fn lookup(self, table: &[f32; 16]) -> f32 {
-        table[(self & 15) as usize]
     }
 }
 
@@ -151,15 +151,11 @@ pub trait BlockCodec {
     const ZERO: u8;
     /// The words.
     const WORDS: BlockWords;
-    /// Byte of an f16 factor that is outside of the words.
-    const FACTOR: Option<usize> = None;
+    /// Byte of 16 bits outside of the words. They follow as the low half of another word.
+    const EXTRA: Option<usize> = None;
 
-    /// Passes the index of each run, its scale and, if the format has any, its offset. `factors` are those at [`Self::FACTOR`].
-    fn scales<W: Words>(
-        words: &[W],
-        factors: W::Floats,
-        run: impl FnMut(usize, W::Floats, Option<W::Floats>),
-    );
+    /// Passes the index of each run, its scale and, if the format has any, its offset.
+    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>));
 
     /// Returns codes `4 · unit` to `4 · unit + 3` of a part of 32 elements, the first one in the low byte.
     fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W;
@@ -169,6 +165,11 @@ pub trait BlockCodec {
     fn value<W: Words>(unit: W, index: usize) -> W::Floats {
         unit.bytes(index)
     }
+}
+
+/// Returns the number of words of a block, with the one of [`BlockCodec::EXTRA`].
+pub const fn all_words<C: BlockCodec>() -> usize {
+    C::WORDS.count + C::EXTRA.is_some() as usize
 }
 
 /// Decodes whole blocks. A caller may compile it for any vector instructions.
@@ -181,9 +182,11 @@ pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
         for (word, bytes) in words.iter_mut().zip(stored) {
             *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         }
-        let words = &words[..C::WORDS.count];
-        let factor = C::FACTOR.map_or(0.0, |at| widen(u16::from_le_bytes([block[at], block[at + 1]])));
-        C::scales(words, factor, |run, scale, offset| {
+        if let Some(at) = C::EXTRA {
+            words[C::WORDS.count] = u32::from(u16::from_le_bytes([block[at], block[at + 1]]));
+        }
+        let words = &words[..all_words::<C>()];
+        C::scales(words, |run, scale, offset| {
             scales[run] = scale;
             offsets[run] = offset.unwrap_or(0.0);
         });
@@ -229,15 +232,11 @@ impl BlockCodec for Q8_0Codec {
     const HAS_OFFSETS: bool = false;
     const ZERO: u8 = 128;
     const WORDS: BlockWords = BlockWords { first_byte: 2, count: 8 };
-    const FACTOR: Option<usize> = Some(0);
+    const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(
-        _: &[W],
-        factors: W::Floats,
-        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
-    ) {
-        run(0, factors, None);
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        run(0, words[Self::WORDS.count].halves(), None);
     }
 
     #[inline(always)]
@@ -256,15 +255,11 @@ impl BlockCodec for Q4_0Codec {
     const HAS_OFFSETS: bool = false;
     const ZERO: u8 = 8;
     const WORDS: BlockWords = BlockWords { first_byte: 2, count: 4 };
-    const FACTOR: Option<usize> = Some(0);
+    const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(
-        _: &[W],
-        factors: W::Floats,
-        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
-    ) {
-        run(0, factors, None);
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        run(0, words[Self::WORDS.count].halves(), None);
     }
 
     #[inline(always)]
@@ -285,7 +280,7 @@ impl BlockCodec for Q4_1Codec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 5 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         run(0, words[0].halves(), Some(words[0].shr(16).halves()));
     }
 
@@ -324,7 +319,7 @@ impl BlockCodec for Q4KCodec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 36 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         six_bit_scales(words, run);
     }
 
@@ -346,7 +341,7 @@ impl BlockCodec for Q5KCodec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 44 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         six_bit_scales(words, run);
     }
 
@@ -369,14 +364,11 @@ impl BlockCodec for Q6KCodec {
     const RUN_ELEMENTS: usize = RUN;
     const ZERO: u8 = 32;
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 52 };
-    const FACTOR: Option<usize> = Some(208);
+    const EXTRA: Option<usize> = Some(208);
 
     #[inline(always)]
-    fn scales<W: Words>(
-        words: &[W],
-        factors: W::Floats,
-        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
-    ) {
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        let factors = words[52].halves();
         for index in 0..RUNS {
             let signed = words[48 + index / 4].shl(24 - index % 4 * 8).shr_signed(24);
             run(index, W::products(factors, signed.numbers()), None);

@@ -2,22 +2,20 @@
 //! int4 and int8, bitsandbytes int8 and nf4, FP8 checkpoints fp8.
 //!
 //! ```text
-//! int4   scale, whose five lowest bits are 16 - zero point | N/2 bytes of codes     scale · (code - zero point)
-//! int8   scale | N signed codes                                                  scale · code
-//! fp8    scale · 2^8 | 128 E4M3 numbers                                          scale · number
-//! nf4    scale | 32 bytes of codes                                               scale · NF4[code]
+//! int4   u8 zero point | f32 scale | N/2 bytes of codes, 16 bytes for each 32 elements      element = scale · (code - zero point)
+//! int8   f32 scale | N signed codes                                                      element = scale · code
+//! fp8    f32 scale · 2^8 | 128 E4M3 numbers                                              element = scale · number
+//! nf4    f32 scale | 32 bytes of codes, as those of int4                                 element = scale · NF4[code]
 //! ```
 //!
-//! Codes of 4 bits lie in 16 bytes for each 32 elements: the low halves are the first 16.
+//! In a part of 32 elements, the low halves of its 16 bytes are the first 16 codes.
 
 use super::decode::{BlockCodec, BlockWords, PART, Words, halves_of_words};
 
 /// Bytes of a scale.
 const SCALE_BYTES: usize = 4;
-/// Bits of an int4 scale that hold the zero point.
-const ZERO_BITS: u32 = 31;
-/// Code of the zero point in an unpacked int4 code.
-const INT4_ZERO: u8 = 16;
+/// Bytes before the codes of an int4 block: zero point and scale.
+const INT4_HEAD_BYTES: usize = 1 + SCALE_BYTES;
 /// Largest code of 4 bits.
 const LARGEST_INT4: f32 = 15.0;
 /// Largest magnitude of a code of 8 bits that is chosen here.
@@ -45,11 +43,8 @@ pub const NF4: [f32; 16] = [
     0.722_956_84,
     1.0,
 ];
-
-/// Returns true if a scale is one of an int4 block: its five lowest bits are free. Scales of 16 bits are.
-pub const fn is_short_scale(scale: f32) -> bool {
-    scale.to_bits() & ZERO_BITS == 0
-}
+/// The high bit of each byte.
+const HIGH_BITS: u32 = 0x8080_8080;
 
 /// Writes codes of 4 bits.
 fn put_halves(codes: &[u8], bytes: &mut [u8]) {
@@ -61,14 +56,8 @@ fn put_halves(codes: &[u8], bytes: &mut [u8]) {
     }
 }
 
-/// Returns a unit of codes of 4 bits.
-#[inline(always)]
-fn unit_of_halves<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-    halves_of_words(&words[1 + part * (PART / 8)..], unit)
-}
-
-/// Codec of blocks of `N` codes of 4 bits, such as [`BlockFormat::Int4G64`](super::BlockFormat::Int4G64). Unpacked codes are 16 larger
-/// than their distance from the zero point.
+/// Codec of blocks of `N` codes of 4 bits, such as [`BlockFormat::Int4G64`](super::BlockFormat::Int4G64). The zero point is part of the
+/// codes, so that there are no offsets.
 #[derive(Debug, Clone, Copy)]
 pub struct Int4Codec<const N: usize>;
 
@@ -76,37 +65,35 @@ impl<const N: usize> Int4Codec<N> {
     /// Writes a block. Codes are 0 to 15, and the zero point is 0 to 16.
     ///
     /// # Panics
-    /// If `codes` or `block` have another size than a block, or the scale is not [short](is_short_scale).
+    /// If `codes` or `block` have another size than a block.
     pub fn pack(scale: f32, zero_point: u8, codes: &[u8], block: &mut [u8]) {
         assert_eq!((codes.len(), block.len()), (N, Self::BYTES), "codes and bytes of a block");
-        assert!(is_short_scale(scale) && zero_point <= INT4_ZERO, "scale {scale}, zero point {zero_point}");
-        let head = scale.to_bits() | u32::from(INT4_ZERO - zero_point);
-        block[..SCALE_BYTES].copy_from_slice(&head.to_le_bytes());
-        put_halves(codes, &mut block[SCALE_BYTES..]);
+        block[0] = zero_point;
+        block[1..INT4_HEAD_BYTES].copy_from_slice(&scale.to_le_bytes());
+        put_halves(codes, &mut block[INT4_HEAD_BYTES..]);
     }
 }
 
 impl<const N: usize> BlockCodec for Int4Codec<N> {
     const ELEMENTS: usize = N;
-    const BYTES: usize = SCALE_BYTES + N / 2;
+    const BYTES: usize = INT4_HEAD_BYTES + N / 2;
     const HAS_OFFSETS: bool = false;
-    const ZERO: u8 = INT4_ZERO;
-    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 1 + N / 8 };
+    const ZERO: u8 = 128;
+    const WORDS: BlockWords = BlockWords { first_byte: 1, count: 1 + N / 8 };
+    const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
-        let scales = words[0].and(!ZERO_BITS).floats();
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         for index in 0..N / PART {
-            run(index, scales, None);
+            run(index, words[0].floats(), None);
         }
     }
 
     #[inline(always)]
     fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        // The same number in all four bytes.
-        let shift = words[0].and(ZERO_BITS);
-        let shifts = shift.or(shift.shl(8));
-        unit_of_halves(words, part, unit).sum(shifts.or(shifts.shl(16)))
+        let zero_point = words[Self::WORDS.count].and(0xff);
+        let two = zero_point.or(zero_point.shl(8));
+        halves_of_words(&words[1 + PART / 8 * part..], unit).xor(HIGH_BITS).sub(two.or(two.shl(16)))
     }
 }
 
@@ -136,7 +123,7 @@ impl<const N: usize> BlockCodec for Int8Codec<N> {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 1 + N / 4 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         for index in 0..N / PART {
             run(index, words[0].floats(), None);
         }
@@ -144,7 +131,7 @@ impl<const N: usize> BlockCodec for Int8Codec<N> {
 
     #[inline(always)]
     fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        words[1 + part * (PART / 4) + unit].xor(0x8080_8080)
+        words[1 + PART / 4 * part + unit].xor(HIGH_BITS)
     }
 }
 
@@ -188,7 +175,7 @@ impl BlockCodec for Fp8Codec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 33 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         for index in 0..Self::ELEMENTS / PART {
             run(index, words[0].floats(), None);
         }
@@ -230,7 +217,7 @@ impl BlockCodec for Nf4Codec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 9 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], _: W::Floats, mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         for index in 0..Self::ELEMENTS / PART {
             run(index, words[0].floats(), None);
         }
@@ -238,7 +225,7 @@ impl BlockCodec for Nf4Codec {
 
     #[inline(always)]
     fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        unit_of_halves(words, part, unit)
+        halves_of_words(&words[1 + PART / 8 * part..], unit)
     }
 
     #[inline(always)]
@@ -249,11 +236,6 @@ impl BlockCodec for Nf4Codec {
 
 /// Ends of the range of a group that are tried, as fractions of the largest and the smallest element; the best in squared error is kept.
 const RANGES: [f32; 8] = [1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72];
-
-/// Returns the reciprocal, or zero for zero.
-fn reciprocal(x: f32) -> f32 {
-    if x == 0.0 { 0.0 } else { 1.0 / x }
-}
 
 /// Quantizes a group to codes of 4 bits: writes them, and returns the scale and the zero point, 0 to 15. `round` rounds the scale to the
 /// type in which it is stored.
@@ -273,8 +255,9 @@ pub fn int4_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [u8]) 
         }
     }
     let (scale, zero) = best;
+    let inverse = reciprocal(scale);
     for (of_value, &x) in codes.iter_mut().zip(values) {
-        *of_value = code(x, reciprocal(scale), zero) as u8;
+        *of_value = code(x, inverse, zero) as u8;
     }
     (scale, zero as u8)
 }
@@ -289,28 +272,41 @@ pub fn int8_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [i8]) 
     scale
 }
 
-/// Returns the largest magnitude.
-fn largest(values: &[f32]) -> f32 {
-    values.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
-}
-
-/// Returns the short scale nearest to zero that is not nearer than `scale`.
-fn short(scale: f32) -> f32 {
-    f32::from_bits(scale.to_bits().next_multiple_of(ZERO_BITS + 1))
-}
-
 /// Encodes a block of 4-bit codes.
-pub(super) fn encode_int4<const N: usize>(values: &[f32], block: &mut [u8]) {
-    let mut codes = [0; N];
-    let (scale, zero_point) = int4_group(values, short, &mut codes);
-    Int4Codec::<N>::pack(scale, zero_point, &codes, block);
+pub(super) fn encode_int4(values: &[f32], block: &mut [u8]) {
+    fn encode<const N: usize>(values: &[f32], block: &mut [u8]) {
+        let mut codes = [0; N];
+        let (scale, zero_point) = int4_group(values, |scale| scale, &mut codes);
+        Int4Codec::<N>::pack(scale, zero_point, &codes, block);
+    }
+    match values.len() {
+        32 => encode::<32>(values, block),
+        64 => encode::<64>(values, block),
+        _ => encode::<128>(values, block),
+    }
 }
 
 /// Encodes a block of 8-bit codes.
-pub(super) fn encode_int8<const N: usize>(values: &[f32], block: &mut [u8]) {
-    let mut codes = [0; N];
-    let scale = int8_group(values, |scale| scale, &mut codes);
-    Int8Codec::<N>::pack(scale, &codes, block);
+pub(super) fn encode_int8(values: &[f32], block: &mut [u8]) {
+    fn encode<const N: usize>(values: &[f32], block: &mut [u8]) {
+        let mut codes = [0; N];
+        let scale = int8_group(values, |scale| scale, &mut codes);
+        Int8Codec::<N>::pack(scale, &codes, block);
+    }
+    match values.len() {
+        32 => encode::<32>(values, block),
+        _ => encode::<128>(values, block),
+    }
+}
+
+/// Returns the reciprocal, or zero for zero.
+fn reciprocal(x: f32) -> f32 {
+    if x == 0.0 { 0.0 } else { 1.0 / x }
+}
+
+/// Returns the largest magnitude.
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
 }
 
 /// Encodes a block of E4M3 numbers.

@@ -1,9 +1,9 @@
-//! Block formats of quantized weights: those of GGUF files (llama.cpp: `ggml-common.h`, `ggml-quants.c`), and those into which the packed
+//! Block formats of quantized weights: those of GGUF files (llama.cpp: `ggml-common.h`, `ggml-quants.c`), and those into which packed
 //! tensors of safetensors files are repacked.
 //!
-//! A row of a matrix is a sequence of blocks of 32 to 256 neighbours along the columns. An element is `scale · code + offset`, with one
-//! scale and offset for each run of 16 or 32 elements. The product is exact in f32, so that a value is rounded once, in the sum.
-//! Decoding here is plain arithmetic on arrays that a caller can compile for any vector instructions.
+//! A row of a matrix is a sequence of blocks of 32, 64, 128 or 256 neighbours along the columns. An element is `scale · code + offset`,
+//! with one scale and offset for each run of 16 or 32 elements. The product is exact in f32 for scales of 16 bits, so that a value is
+//! rounded once, in the sum. Decoding here is plain arithmetic on arrays that a caller can compile for any vector instructions.
 
 mod decode;
 mod encode;
@@ -12,11 +12,9 @@ mod half;
 
 pub use decode::{
     BlockCodec, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec,
-    RUN, RUNS, UNITS, Words, dequantize,
+    RUN, RUNS, UNITS, Words, all_words, dequantize,
 };
-pub use groups::{
-    Fp8Codec, Int4Codec, Int8Codec, NF4, Nf4Codec, fp8_value, int4_group, int8_group, is_short_scale,
-};
+pub use groups::{Fp8Codec, Int4Codec, Int8Codec, NF4, Nf4Codec, fp8_value, int4_group, int8_group};
 pub use half::widen;
 
 use crate::named_enum::named_enum;
@@ -37,11 +35,11 @@ named_enum! {
         Q5K = "q5_k",
         /// 256 integers of 6 bits with a scale of 8 bits for each run of 16: 6.5625 bits per weight.
         Q6K = "q6_k",
-        /// 32 integers of 4 bits, a scale and a zero point: 5 bits per weight.
+        /// 32 integers of 4 bits, an f32 scale and a zero point: 5.25 bits per weight.
         Int4G32 = "int4_g32",
-        /// 64 integers of 4 bits, a scale and a zero point: 4.5 bits per weight.
+        /// 64 integers of 4 bits, an f32 scale and a zero point: 4.625 bits per weight.
         Int4G64 = "int4_g64",
-        /// 128 integers of 4 bits, a scale and a zero point: 4.25 bits per weight.
+        /// 128 integers of 4 bits, an f32 scale and a zero point: 4.3125 bits per weight.
         Int4G128 = "int4_g128",
         /// 32 integers of 8 bits and an f32 scale: 9 bits per weight.
         Int8G32 = "int8_g32",
@@ -121,12 +119,12 @@ impl BlockFormat {
 
     /// Returns the number of elements of a block.
     pub const fn block_elements(self) -> usize {
-        with_block_codec!(self, Codec => Codec::ELEMENTS)
+        with_block_codec!(self, Codec => <Codec as BlockCodec>::ELEMENTS)
     }
 
     /// Returns the number of bytes of a block.
     pub const fn block_bytes(self) -> usize {
-        with_block_codec!(self, Codec => Codec::BYTES)
+        with_block_codec!(self, Codec => <Codec as BlockCodec>::BYTES)
     }
 
     /// Returns true if codes are integers, which can be multiplied with integers.
@@ -172,11 +170,8 @@ impl BlockFormat {
                 Self::Q4K => encode::with_minima(values, block, 15),
                 Self::Q5K => encode::with_minima(values, block, 31),
                 Self::Q6K => encode::q6_k(values, block),
-                Self::Int4G32 => groups::encode_int4::<32>(values, block),
-                Self::Int4G64 => groups::encode_int4::<64>(values, block),
-                Self::Int4G128 => groups::encode_int4::<128>(values, block),
-                Self::Int8G32 => groups::encode_int8::<32>(values, block),
-                Self::Int8G128 => groups::encode_int8::<128>(values, block),
+                Self::Int4G32 | Self::Int4G64 | Self::Int4G128 => groups::encode_int4(values, block),
+                Self::Int8G32 | Self::Int8G128 => groups::encode_int8(values, block),
                 Self::Fp8G128 => groups::encode_fp8(values, block),
                 Self::Nf4G64 => groups::encode_nf4(values, block),
             }

@@ -112,13 +112,11 @@ fn zeros_and_equal_numbers_are_encoded_without_an_undefined_result() {
 fn a_block_of_4_bit_codes_subtracts_its_zero_point() {
     let codes: Vec<u8> = (0..64).map(|index| (index * 7 % 16) as u8).collect();
     let mut block = vec![0; Int4Codec::<64>::BYTES];
-    let scale = -0.300_292_97;
-    assert!(is_short_scale(scale));
-    for zero_point in 0..=16 {
-        Int4Codec::<64>::pack(scale, zero_point, &codes, &mut block);
+    for zero_point in [0, 8, 16] {
+        Int4Codec::<64>::pack(-0.3, zero_point, &codes, &mut block);
         let mut values = [0.0; 64];
         BlockFormat::Int4G64.dequantize(&block, &mut values);
-        let expected = codes.iter().map(|code| scale * (f32::from(*code) - f32::from(zero_point)));
+        let expected = codes.iter().map(|code| -0.3 * (f32::from(*code) - f32::from(zero_point)));
         assert_eq!(values.to_vec(), expected.collect::<Vec<f32>>(), "zero point {zero_point}");
     }
 }

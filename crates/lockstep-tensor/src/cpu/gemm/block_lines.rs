@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat,
-    block_format::{BlockCodec, MOST_WORDS, PART, dequantize},
+    block_format::{BlockCodec, MOST_WORDS, PART, all_words, dequantize},
     with_block_codec,
 };
 
@@ -171,7 +171,7 @@ impl WordBuffer {
     #[cfg(target_arch = "x86_64")]
     pub(super) const ZEROS: Self = Self([[0; SIDE]; MOST_WORDS]);
 
-    /// Reads block `block` of lines. Returns its words, and the factors outside of them.
+    /// Reads block `block` of lines. Returns all its words.
     ///
     /// # Safety
     /// The lines must have the block, and the CPU the instructions of `W`.
@@ -180,28 +180,28 @@ impl WordBuffer {
         &mut self,
         lines: &[*const u8; SIDE],
         block: usize,
-    ) -> (&[W], W::Floats) {
+    ) -> &[W] {
         const { assert!(size_of::<W>() == 4 * SIDE && align_of::<W>() <= align_of::<Self>()) };
         // SAFETY: words of a line each, of which any bits are valid.
         let words: &mut [W] =
-            unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), C::WORDS.count) };
+            unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), all_words::<C>()) };
         let mut addresses = *lines;
         for address in &mut addresses {
             *address = address.wrapping_add(block * C::BYTES + C::WORDS.first_byte);
         }
-        let mut halves = [0; SIDE];
-        if let Some(at) = C::FACTOR {
+        // SAFETY: the caller's promises.
+        unsafe { W::transpose(&addresses, &mut words[..C::WORDS.count]) };
+        if let Some(at) = C::EXTRA {
+            let mut halves = [0; SIDE];
             for (half, line) in halves.iter_mut().zip(lines) {
                 // SAFETY: the caller's promise.
                 let bytes = unsafe { line.add(block * C::BYTES + at).cast::<u16>().read_unaligned() };
                 *half = u32::from(u16::from_le(bytes));
             }
+            // SAFETY: the caller's promise.
+            words[C::WORDS.count] = unsafe { W::load(&halves) };
         }
-        // SAFETY: the caller's promises.
-        unsafe {
-            W::transpose(&addresses, words);
-            (words, W::load(&halves).halves())
-        }
+        words
     }
 }
 
@@ -218,7 +218,7 @@ unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
 ) {
     for block in 0..chunk.elements / C::ELEMENTS {
         // SAFETY: the lines have the chunk's blocks; the caller's promise, here and below.
-        let (words, factors) = unsafe { buffer.read::<V::Words, C>(&chunk.addresses, block) };
+        let words = unsafe { buffer.read::<V::Words, C>(&chunk.addresses, block) };
         let group = first + block * (C::ELEMENTS / PART);
         for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
             for (unit, codes) in units.iter_mut().enumerate() {
@@ -229,7 +229,6 @@ unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
         let first_run = group * (GROUP / C::RUN_ELEMENTS);
         C::scales(
             words,
-            factors,
             inlined!(|run, scales, offsets| {
                 // SAFETY: as above.
                 unsafe {

@@ -4,8 +4,6 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-#[cfg(target_arch = "x86_64")]
-use super::word_lanes::{WordLanes, Words512};
 use crate::cpu::simd::prefetch;
 
 /// Side of the blocks that are read, transposed and written at once.
@@ -93,7 +91,7 @@ pub(super) unsafe fn transpose_square_avx512(source: Square<*const u32>, target:
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transpose_vectors(rows: &mut [__m512i; SIDE]) {
+pub(super) fn transpose_vectors(rows: &mut [__m512i; SIDE]) {
     // Quarter q of `quads[4 i + j]` holds column 4 q + j of rows 4 i to 4 i + 3.
     let mut quads = [_mm512_setzero_si512(); SIDE];
     for i in (0..SIDE).step_by(4) {
@@ -117,7 +115,7 @@ fn transpose_vectors(rows: &mut [__m512i; SIDE]) {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transpose_quarters([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
+pub(super) fn transpose_quarters([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
     let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
     [
@@ -126,112 +124,6 @@ fn transpose_quarters([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
         _mm512_unpacklo_epi64(ab_high, cd_high),
         _mm512_unpackhi_epi64(ab_high, cd_high),
     ]
-}
-
-/// Transposes words of lines by AVX-512, 16, 8 or 4 words or one at a time: word `w` of line `l` goes to lane `l` of `words[w]`. Inlined,
-/// since the number of words is a constant of the caller.
-///
-/// # Safety
-/// The CPU must have AVX-512, and each line the words from its address on.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-pub(super) unsafe fn transpose_words_avx512(lines: &[*const u8; SIDE], words: &mut [Words512]) {
-    let mut done = 0;
-    while done < words.len() {
-        let words = &mut words[done..];
-        let mut addresses = *lines;
-        for address in &mut addresses {
-            *address = address.wrapping_add(4 * done);
-        }
-        // SAFETY: the caller's promises.
-        done += unsafe {
-            match words.len() {
-                SIDE.. => transpose_sixteen(&addresses, words),
-                8.. => transpose_eight(&addresses, words),
-                4.. => transpose_four(&addresses, words),
-                _ => {
-                    let mut of_lines = [0; SIDE];
-                    for (word, line) in of_lines.iter_mut().zip(addresses) {
-                        *word = line.cast::<u32>().read_unaligned();
-                    }
-                    words[0] = Words512::load(&of_lines);
-                    1
-                }
-            }
-        };
-    }
-}
-
-/// Transposes 16 words. Returns their number.
-///
-/// # Safety
-/// As [`transpose_words_avx512`].
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn transpose_sixteen(lines: &[*const u8; SIDE], words: &mut [Words512]) -> usize {
-    // SAFETY: the caller's promises.
-    unsafe {
-        let mut rows = [_mm512_setzero_si512(); SIDE];
-        for (line, row) in lines.iter().zip(&mut rows) {
-            *row = _mm512_loadu_si512(line.cast());
-        }
-        transpose_vectors(&mut rows);
-        for (row, words) in rows.iter().zip(words) {
-            words.0 = [*row];
-        }
-    }
-    SIDE
-}
-
-/// Transposes eight words. Returns their number.
-///
-/// # Safety
-/// As [`transpose_words_avx512`].
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn transpose_eight(lines: &[*const u8; SIDE], words: &mut [Words512]) -> usize {
-    // SAFETY: the caller's promises.
-    unsafe {
-        // Lines 0 to 3 and 8 to 11, each with the line four later.
-        let mut rows = [_mm512_setzero_si512(); 8];
-        for (index, row) in rows.iter_mut().enumerate() {
-            let line = index + index / 4 * 4;
-            let [low, high] =
-                [_mm256_loadu_si256(lines[line].cast()), _mm256_loadu_si256(lines[line + 4].cast())];
-            *row = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
-        }
-        // Quarters: words j and j + 4 of four lines, then of the next four lines.
-        let first = transpose_quarters([rows[0], rows[1], rows[2], rows[3]]);
-        let second = transpose_quarters([rows[4], rows[5], rows[6], rows[7]]);
-        for (index, (first, second)) in first.into_iter().zip(second).enumerate() {
-            words[index].0 = [_mm512_shuffle_i32x4::<0x88>(first, second)];
-            words[4 + index].0 = [_mm512_shuffle_i32x4::<0xdd>(first, second)];
-        }
-    }
-    8
-}
-
-/// Transposes four words. Returns their number.
-///
-/// # Safety
-/// As [`transpose_words_avx512`].
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn transpose_four(lines: &[*const u8; SIDE], words: &mut [Words512]) -> usize {
-    // SAFETY: the caller's promises.
-    unsafe {
-        let mut rows = [_mm512_setzero_si512(); 4];
-        for (line, row) in rows.iter_mut().enumerate() {
-            *row = _mm512_castsi128_si512(_mm_loadu_si128(lines[line].cast()));
-            *row = _mm512_inserti32x4::<1>(*row, _mm_loadu_si128(lines[line + 4].cast()));
-            *row = _mm512_inserti32x4::<2>(*row, _mm_loadu_si128(lines[line + 8].cast()));
-            *row = _mm512_inserti32x4::<3>(*row, _mm_loadu_si128(lines[line + 12].cast()));
-        }
-        for (row, words) in transpose_quarters(rows).into_iter().zip(words) {
-            words.0 = [row];
-        }
-    }
-    4
 }
 
 /// Transposes by AVX2.

@@ -4,21 +4,12 @@ use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat,
-    block_format::{BlockCodec, MOST_WORDS, PART, all_words, dequantize},
+    block_format::{BlockCodec, MOST_WORDS, all_words, dequantize},
     with_block_codec,
 };
 
-#[cfg(target_arch = "x86_64")]
-use super::lanes::Plain;
-use super::{
-    activations::{CodeForm, GROUP},
-    integer::PackedLines,
-    integer_lanes::IntegerLanes,
-    lanes::Lanes,
-    transpose::SIDE,
-    word_lanes::WordLanes,
-};
-use crate::cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch};
+use super::{transpose::SIDE, word_lanes::WordLanes};
+use crate::cpu::simd::{CACHE_LINE_BYTES, Float, prefetch};
 
 /// Elements of a line that are decoded at a time: whole blocks of every format.
 pub(super) const CHUNK: usize = 256;
@@ -38,7 +29,7 @@ pub(in crate::cpu) struct BlockLines<'a> {
 impl<'a> BlockLines<'a> {
     /// Returns the blocks of line `index` that hold elements from `start` on, the first one of a chunk.
     #[inline(always)]
-    fn blocks(&self, index: usize, start: usize) -> &'a [u8] {
+    pub(super) fn blocks(&self, index: usize, start: usize) -> &'a [u8] {
         let at = |element: usize| element / self.format.block_elements() * self.format.block_bytes();
         let line = &self.bytes[index * self.line_bytes..][..self.line_bytes];
         &line[at(start)..at(self.chunk_end(start))]
@@ -68,63 +59,8 @@ impl<'a> BlockLines<'a> {
     pub(super) fn element<T: Float>(&self, index: usize, depth: usize) -> T {
         let start = depth / CHUNK * CHUNK;
         let mut values = [T::zeroed(); CHUNK];
-        // SAFETY: every CPU has the instructions of plain arithmetic.
-        unsafe { self.decode::<Plain, T>(index..index + 1, start, &mut values) };
+        with_block_codec!(self.format, Codec => decode_line::<Codec, T>(self.blocks(index, start), &mut values));
         values[depth - start]
-    }
-
-    /// Decodes the elements of some lines from `start` on, a multiple of [`CHUNK`], to lines of `CHUNK`. A function of its own, so that
-    /// the formats are compiled once for each level and not for each product.
-    ///
-    /// # Safety
-    /// The CPU must have the instructions of `V`.
-    #[inline(never)]
-    pub(super) unsafe fn decode<V: Lanes, T: Float>(
-        &self,
-        lines: Range<usize>,
-        start: usize,
-        values: &mut [T],
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            V::compiled(inlined!(|| with_block_codec!(self.format, Codec => {
-                for (index, values) in lines.zip(values.chunks_exact_mut(CHUNK)) {
-                    decode_line::<Codec, T>(self.blocks(index, start), values);
-                }
-            })));
-        }
-    }
-
-    /// Returns the form of the codes of this format for the vectors `V`.
-    pub(super) fn code_form<V: IntegerLanes>(&self) -> CodeForm {
-        let (run, zero) =
-            with_block_codec!(self.format, Codec => (Codec::RUN_ELEMENTS, i32::from(Codec::ZERO)));
-        CodeForm { zero: zero - V::SHIFT, runs: GROUP / run.min(GROUP) }
-    }
-
-    /// Packs the codes, scales and offsets of up to 16 lines at a block of depth, which begins with a chunk. Of fewer lines the last one is
-    /// repeated.
-    ///
-    /// # Safety
-    /// The CPU must have the instructions of `V`.
-    #[inline(never)]
-    pub(super) unsafe fn pack_codes<V: IntegerLanes>(
-        &self,
-        lines: Range<usize>,
-        depth: Range<usize>,
-        buffer: &mut WordBuffer,
-        packed: &mut PackedLines,
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            V::compiled(inlined!(|| with_block_codec!(self.format, Codec => {
-                for start in depth.clone().step_by(CHUNK) {
-                    let chunk = self.chunk(lines.clone(), start);
-                    self.fetch_after(&chunk, start);
-                    pack_chunk::<V, Codec>(&chunk, (start - depth.start) / GROUP, buffer, packed);
-                }
-            })));
-        }
     }
 
     /// Returns the chunk from element `start` on of up to 16 lines. Of fewer lines the last one is repeated.
@@ -140,7 +76,7 @@ impl<'a> BlockLines<'a> {
 
     /// Fetches what is needed after a chunk: further along its lines, and from their end on in the next 16 lines.
     #[inline(always)]
-    fn fetch_after(&self, chunk: &Chunk, start: usize) {
+    pub(super) fn fetch_after(&self, chunk: &Chunk, start: usize) {
         let first = start / self.format.block_elements() * self.format.block_bytes();
         let is_of_later = first + chunk.bytes + AHEAD_BYTES > self.line_bytes;
         let ahead = AHEAD_BYTES + if is_of_later { (SIDE - 1) * self.line_bytes } else { 0 };
@@ -202,43 +138,6 @@ impl WordBuffer {
             words[C::WORDS.count] = unsafe { W::load(&halves) };
         }
         words
-    }
-}
-
-/// Packs the blocks of a chunk from group `first` of the packed lines on.
-///
-/// # Safety
-/// The CPU must have the instructions of `V`.
-#[inline(always)]
-unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
-    chunk: &Chunk,
-    first: usize,
-    buffer: &mut WordBuffer,
-    packed: &mut PackedLines,
-) {
-    for block in 0..chunk.elements / C::ELEMENTS {
-        // SAFETY: the lines have the chunk's blocks; the caller's promise, here and below.
-        let words = unsafe { buffer.read::<V::Words, C>(&chunk.addresses, block) };
-        let group = first + block * (C::ELEMENTS / PART);
-        for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
-            for (unit, codes) in units.iter_mut().enumerate() {
-                // SAFETY: as above.
-                unsafe { C::unit(words, part, unit).store(codes) };
-            }
-        }
-        let first_run = group * (GROUP / C::RUN_ELEMENTS);
-        C::scales(
-            words,
-            inlined!(|run, scales, offsets| {
-                // SAFETY: as above.
-                unsafe {
-                    V::Words::store_floats(scales, &mut packed.scales[first_run + run]);
-                    if let Some(offsets) = offsets {
-                        V::Words::store_floats(offsets, &mut packed.offsets[first_run + run]);
-                    }
-                }
-            }),
-        );
     }
 }
 

@@ -9,8 +9,9 @@ use std::ops::Range;
 
 use super::{
     activations::{CodeForm, GROUP, GROUP_WORDS, RowGroup},
-    block_lines::{BlockLines, CHUNK, WordBuffer},
+    block_lines::{BlockLines, WordBuffer},
     integer_lanes::{GROUP_UNITS, IntegerLanes},
+    packed_lines::{DEPTH, PackedLines, code_form, pack_codes},
     problem::Problem,
     scratch::COLUMNS_UNITS,
     store::{Finish, Window, store_rows},
@@ -23,8 +24,6 @@ use crate::{
 
 /// Largest number of rows whose sums stay in registers.
 const ROWS: usize = 8;
-/// Elements of depth of the packed lines.
-const DEPTH: usize = 2 * CHUNK;
 /// Panels of 16 lines that share the reading of many rows.
 const PANELS: usize = 4;
 /// Columns of a tile of many rows.
@@ -37,16 +36,6 @@ const SERIAL_MULTIPLICATIONS: usize = 1 << 18;
 const PARALLEL_ROWS: usize = 2 * ROWS;
 /// Largest depth: a group of rows must fit the scratch memory.
 pub(super) const MOST_DEPTH: usize = COLUMNS_UNITS / (ROWS * GROUP_WORDS) * GROUP;
-/// Runs of the packed lines with a scale each, at most.
-const RUNS: usize = DEPTH / lockstep_plan::block_format::RUN;
-
-/// 16 lines of codes at a block of depth.
-#[repr(C, align(64))]
-pub(super) struct PackedLines {
-    pub(super) units: [[[u32; SIDE]; GROUP_UNITS]; DEPTH / GROUP],
-    pub(super) scales: [[f32; SIDE]; RUNS],
-    pub(super) offsets: [[f32; SIDE]; RUNS],
-}
 
 /// Scratch memory of a task.
 #[repr(C, align(64))]
@@ -61,7 +50,7 @@ struct TaskScratch {
 pub(super) fn multiply<V: IntegerLanes, T: Float, C: Float>(queue: &CpuQueue, problem: &Problem<'_, T, C>) {
     let Problem { m, n, k, ref b, .. } = *problem;
     let Some(lines) = b.block_lines() else { unreachable!("weights are quantized") };
-    let product = Product { problem, lines, form: lines.code_form::<V>() };
+    let product = Product { problem, lines, form: code_form::<V>(lines.format) };
     let mut columns = queue.scratch.columns();
     let words = columns.elements_mut::<u32>();
     let row_words = k / GROUP * GROUP_WORDS;
@@ -183,7 +172,8 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
                 let first = columns.start + index * SIDE;
                 // SAFETY: the caller's promise.
                 unsafe {
-                    self.lines.pack_codes::<V>(
+                    pack_codes::<V>(
+                        &self.lines,
                         first..columns.end.min(first + SIDE),
                         depth.clone(),
                         buffer,

@@ -35,6 +35,7 @@ mod kernel;
 mod lanes;
 mod operand;
 mod pack;
+mod packed_lines;
 mod patches;
 mod peak;
 mod problem;

@@ -224,6 +224,23 @@ fn quantized_weights_are_sharded() {
 }
 
 #[test]
+fn chunks_of_a_prompt_change_no_bit_on_tensor_parallel_ranks() {
+    let logits = |model: &LoadedModel, chunk: usize| {
+        let mut generator = Generator::new(model, 16).unwrap();
+        PROMPTS[0].chunks(chunk).for_each(|ids| generator.read(ids).unwrap());
+        generator.logits().iter().map(|logit| logit.to_bits()).collect::<Vec<_>>()
+    };
+    for family in ["gpt2", "llama", "qwen3_moe", "gemma2"] {
+        let plan = plan_over(&config_of(family), &Plan::default(), 2);
+        let plan = check_plan(&config_of(family), &plan, PlannedWork::Generation).unwrap();
+        let is_same = |model: &LoadedModel| [1, 3].map(|chunk| logits(model, chunk) == logits(model, 7));
+        for found in on_ranks(&fixture(family), &plan, None, is_same) {
+            assert_eq!(found, [true; 2], "{family}");
+        }
+    }
+}
+
+#[test]
 fn weights_of_another_type_are_cast_shard_by_shard() {
     let dtype = Some(DType::BF16);
     for family in ["gpt2", "llama", "mixtral", "phi3"] {

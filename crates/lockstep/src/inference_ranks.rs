@@ -144,7 +144,7 @@ fn checked(
     let found = plan.mesh.world_size().unwrap_or(0);
     if found != ranks {
         return Err(Failure::configuration(format!(
-            "the plan is for {} and there are {}: give --nproc-per-node {found}, or other degrees of parallel.*",
+            "the plan has {} and the run {}: give --nproc-per-node {found}, or other degrees of parallel.*",
             human::plural(found, "rank"),
             human::plural(ranks, "rank"),
         )));

@@ -1,7 +1,7 @@
 //! Quantization of a model's weights: to blocks in memory, or to a directory that `transformers` loads.
 //!
 //! The matrices of linear layers in blocks are quantized; embeddings, the head, routers and norms keep their type, as they do in
-//! transformers. A directory is in the form of compressed-tensors (`pack-quantized`, int4 with zero points or int8) or of bitsandbytes
+//! transformers. A directory is in the form of compressed-tensors (`pack-quantized`) or of bitsandbytes
 //! (NF4). Each tensor is read, quantized and written before the next one, so no more than one is in memory.
 
 use std::{collections::BTreeMap, path::Path};
@@ -9,10 +9,7 @@ use std::{collections::BTreeMap, path::Path};
 use ::safetensors::Dtype;
 use half::{bf16, f16};
 use lockstep_model::{HfContent, HfMapping, HfTensor, HfTransform, parameter_records};
-use lockstep_plan::{
-    BlockFormat, DType,
-    block_format::{int4_group, int8_group},
-};
+use lockstep_plan::{BlockFormat, DType, block_format::int8_group};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
@@ -28,7 +25,7 @@ use crate::{
 pub enum WeightType {
     /// Integers of 8 bits.
     Int8,
-    /// Integers of 4 bits with zero points.
+    /// Integers of 4 bits: with zero points in memory, symmetric in files.
     Int4,
     /// Quantiles of the normal distribution, 4 bits.
     Nf4,
@@ -113,7 +110,6 @@ pub struct QuantizedModel {
 enum PackedPart {
     Codes,
     Scales,
-    ZeroPoints,
     Shape,
     Table,
     State,
@@ -239,7 +235,7 @@ fn description(
         WeightType::Int4 => 4,
     };
     let weights = json!({
-        "num_bits": bits, "type": "int", "strategy": "group", "group_size": group, "symmetric": to == WeightType::Int8,
+        "num_bits": bits, "type": "int", "strategy": "group", "group_size": group, "symmetric": true,
         "dynamic": false, "actorder": null,
     });
     json!({
@@ -266,15 +262,11 @@ impl<'a> Matrix<'a> {
         let scales = (PackedPart::Scales, "weight_scale", stored_dtype(self.dtype), vec![rows, groups]);
         let shape = (PackedPart::Shape, "weight_shape", Dtype::I64, vec![2]);
         let parts = match self.quantization.to {
-            WeightType::Int8 => {
-                vec![(PackedPart::Codes, "weight_packed", Dtype::I32, vec![rows, columns / 4]), scales, shape]
+            WeightType::Int8 | WeightType::Int4 => {
+                let per_word = if self.quantization.to == WeightType::Int8 { 4 } else { 8 };
+                let words = vec![rows, columns / per_word];
+                vec![(PackedPart::Codes, "weight_packed", Dtype::I32, words), scales, shape]
             }
-            WeightType::Int4 => vec![
-                (PackedPart::Codes, "weight_packed", Dtype::I32, vec![rows, columns / 8]),
-                scales,
-                (PackedPart::ZeroPoints, "weight_zero_point", Dtype::I32, vec![rows.div_ceil(8), groups]),
-                shape,
-            ],
             WeightType::Nf4 => vec![
                 (PackedPart::Codes, "weight", Dtype::U8, vec![rows * columns / 2, 1]),
                 (PackedPart::Scales, "weight.absmax", Dtype::F32, vec![rows * groups]),
@@ -308,10 +300,7 @@ impl<'a> Matrix<'a> {
                 return Ok([rows, columns].iter().flat_map(|&size| (size as i64).to_le_bytes()).collect());
             }
             (PackedPart::Table, _) => {
-                return Ok(lockstep_plan::block_format::NF4
-                    .iter()
-                    .flat_map(|value| value.to_le_bytes())
-                    .collect());
+                return Ok(NF4.iter().flat_map(|value| value.to_le_bytes()).collect());
             }
             (PackedPart::State, _) => return Ok(self.state().into_bytes()),
             _ => {}
@@ -333,31 +322,20 @@ impl<'a> Matrix<'a> {
                 bytes.extend(codes.iter().map(|code| code.cast_unsigned() ^ 128));
             }),
             (PackedPart::Codes, _) => self.each_group(&values, |group, bytes| {
-                let mut codes = vec![0; group.len()];
-                int4_group(group, |scale| self.rounded(scale), &mut codes);
+                let (_, codes) = symmetric_int4(group, |scale| self.rounded(scale));
                 bytes.extend(codes.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4));
             }),
-            (PackedPart::Scales, to) => self.each_group(&values, |group, bytes| {
-                let (scale, _) = self.scale_and_zero(group, to);
+            (_, to) => self.each_group(&values, |group, bytes| {
+                let round = |scale| self.rounded(scale);
+                let scale = match to {
+                    WeightType::Int8 => int8_group(group, round, &mut vec![0; group.len()]),
+                    _ => symmetric_int4(group, round).0,
+                };
                 let mut stored = vec![0; self.dtype.size_bytes()];
                 convert::narrow(self.dtype, &[scale], &mut stored);
                 bytes.extend(stored);
             }),
-            (_, to) => {
-                let zeros =
-                    self.each_group(&values, |group, bytes| bytes.push(self.scale_and_zero(group, to).1));
-                down_rows(&zeros, columns / self.group)
-            }
         })
-    }
-
-    fn scale_and_zero(&self, group: &[f32], to: WeightType) -> (f32, u8) {
-        match to {
-            WeightType::Int8 => {
-                (int8_group(group, |scale| self.rounded(scale), &mut vec![0; group.len()]), 128)
-            }
-            _ => int4_group(group, |scale| self.rounded(scale), &mut vec![0; group.len()]),
-        }
     }
 
     /// Returns a number in the model's type.
@@ -397,14 +375,29 @@ fn nf4(group: &[f32]) -> (f32, Vec<u8>) {
     (scale, (0..group.len() / 2).map(|pair| code(2 * pair) << 4 | code(2 * pair + 1)).collect())
 }
 
-/// Packs zero points `[rows, groups]` of 4 bits into words `[⌈rows / 8⌉, groups]`.
-fn down_rows(zeros: &[u8], groups: usize) -> Vec<u8> {
-    let lines = zeros.chunks(8 * groups);
-    let words = lines.flat_map(|rows| {
-        (0..groups).map(move |group| {
-            let of_rows = rows.chunks_exact(groups).enumerate();
-            of_rows.fold(0_u32, |word, (row, zeros)| word | u32::from(zeros[group]) << (4 * row))
-        })
-    });
-    words.flat_map(u32::to_le_bytes).collect()
+/// Parts of the range of a group that are tried.
+const RANGES: [f32; 8] = [1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72];
+/// Code of zero in 4 bits.
+const INT4_ZERO: f32 = 8.0;
+
+/// Quantizes a group to codes of 4 bits around 8, and returns the scale with them. The scale may be negative: the element of the largest
+/// magnitude has the code 0, which has one step more than 15, or 15. The scale of least squared error is kept.
+fn symmetric_int4(group: &[f32], round: impl Fn(f32) -> f32) -> (f32, Vec<u8>) {
+    let extreme = group.iter().fold(0.0_f32, |most, &x| if x.abs() > most.abs() { x } else { most });
+    let code = |x: f32, scale: f32| {
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        (x * inverse + INT4_ZERO).round().clamp(0.0, 15.0)
+    };
+    let (mut best, mut least) = (0.0, f64::INFINITY);
+    for range in RANGES {
+        for steps in [-INT4_ZERO, INT4_ZERO - 1.0] {
+            let scale = round(extreme * range / steps);
+            let error = |&x: &f32| f64::from((code(x, scale) - INT4_ZERO) * scale - x).powi(2);
+            let error: f64 = group.iter().map(error).sum();
+            if error < least {
+                (best, least) = (scale, error);
+            }
+        }
+    }
+    (best, group.iter().map(|&x| code(x, best) as u8).collect())
 }

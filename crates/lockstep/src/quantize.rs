@@ -36,7 +36,7 @@ pub(crate) struct Arguments {
 pub(crate) enum QuantizedType {
     /// Integers of 8 bits
     Int8,
-    /// Integers of 4 bits with zero points
+    /// Integers of 4 bits
     Int4,
     /// Quantiles of the normal distribution, 4 bits
     Nf4,

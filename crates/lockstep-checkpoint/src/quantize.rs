@@ -9,7 +9,10 @@ use std::{collections::BTreeMap, path::Path};
 use ::safetensors::Dtype;
 use half::{bf16, f16};
 use lockstep_model::{HfContent, HfMapping, HfTensor, HfTransform, parameter_records};
-use lockstep_plan::{BlockFormat, DType, block_format::int8_group};
+use lockstep_plan::{
+    BlockFormat, DType,
+    block_format::{NF4, int8_group},
+};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 

@@ -6,7 +6,7 @@
 use serde_json::{Map, Value};
 
 /// Methods that are read, for messages.
-pub(crate) const METHODS: &str = "gptq, awq and compressed-tensors (pack-quantized, int-quantized)";
+const METHODS: &str = "gptq, awq, compressed-tensors, fp8, bitsandbytes and mxfp4";
 
 /// Description of a method or a setting that is not supported.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -209,10 +209,10 @@ fn compressed_tensors(table: &Map<String, Value>) -> Result<Quantization, String
         let Some(weights) = group.get("weights").and_then(Value::as_object) else { continue };
         if text(weights, "type")?.is_none_or(|kind| kind == "int") {
             all.push(bits(weights, &["num_bits"], &[4, 8])?);
-        } else if let Some(found) = block(weights, "block_structure")? {
-            if shared.replace(found).is_some_and(|before| before != found) {
-                return Err("block_structure differs between groups of modules".to_owned());
-            }
+        } else if let Some(found) = block(weights, "block_structure")?
+            && shared.replace(found).is_some_and(|before| before != found)
+        {
+            return Err("block_structure differs between groups of modules".to_owned());
         }
     }
     all.sort_unstable();

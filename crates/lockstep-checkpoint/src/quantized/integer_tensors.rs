@@ -214,7 +214,7 @@ fn weight_shape(shape: &Part<'_>) -> Result<[usize; 2], String> {
 }
 
 /// Reciprocal of 127 as bitsandbytes has it (`_ops.py`: `int8_vectorwise_dequant`).
-const RECIPROCAL_OF_127: f32 = 7.874_015_7e-3;
+const RECIPROCAL_OF_127: f32 = 7.874_016e-3;
 
 /// Returns the matrix of a module of bitsandbytes in 8 bits: each row has its largest magnitude.
 pub(super) fn llm_int8<'a>(files: &'a HfCheckpoint, module: &str) -> Result<IntegerMatrix<'a>, String> {

@@ -62,7 +62,7 @@ fn packed_models_that_are_not_read_have_code_2_and_damaged_ones_code_4() {
     workshop.edit_json("packed/config.json", |config| {
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8.into();
     });
-    generate().refuses(4, &["packed: packed tensor `model.layers.0.", "4 words a row"]);
+    generate().refuses(4, &["packed: packed tensor `model.layers.0.", "8 words a row"]);
     workshop.write("packed/config.json", &sound);
     let weights = workshop.read("packed/model.safetensors");
     workshop.write("packed/model.safetensors", &weights[..weights.len() / 2]);

@@ -2,13 +2,13 @@
 
 use std::{ops::Range, path::Path};
 
-use lockstep_checkpoint::ModelDirectory;
+use lockstep_checkpoint::{ModelDirectory, WeightQuantization};
 use lockstep_comm::Group;
 use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{ContextPlace, DType, MemoryBytes, MemoryCategory, Places};
-use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
+use lockstep_tensor::{Arena, BlockActivations, DiskTraffic, Queue, Summation};
 
 use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
@@ -24,6 +24,23 @@ pub struct LoadOptions {
     pub threads: usize,
     /// Type of weights and activations: f32, bf16 or f16; `None` takes that of most weights in the files.
     pub dtype: Option<DType>,
+    /// Type of the activations in products with quantized weights; `None` takes int8, but the activations' own type if that is
+    /// f32.
+    pub activations: Option<BlockActivations>,
+    /// Quantization of the matrices of linear layers that are stored as numbers; `None` leaves them.
+    pub quantize: Option<WeightQuantization>,
+}
+
+impl LoadOptions {
+    /// Returns the options of a model in the type of its files.
+    pub fn new(threads: usize) -> Self {
+        Self { threads, dtype: None, activations: None, quantize: None }
+    }
+
+    /// Returns the options with weights and activations in type `dtype`.
+    pub fn with_dtype(self, dtype: DType) -> Self {
+        Self { dtype: Some(dtype), ..self }
+    }
 }
 
 /// A model, or this rank's shards of one, and a queue to run it on.
@@ -47,7 +64,7 @@ impl LoadedModel {
     /// # Errors
     /// If a file is missing, damaged or does not fit the model, the model is no causal language model, or memory runs out.
     pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
-        Self::load(&ModelDirectory::open(dir)?, LoadOptions { threads, dtype: None })
+        Self::load(&ModelDirectory::open(dir)?, LoadOptions::new(threads))
     }
 
     /// Loads a model on one rank. Weights that are stored in the type that is asked for are used where they lie in their files; all
@@ -69,6 +86,10 @@ impl LoadedModel {
         options: LoadOptions,
         ranks: Ranks,
     ) -> Result<Self, InferError> {
+        if options.quantize.is_some() && ranks.group().is_some() {
+            let problem = "quantization of weights as they are loaded is for one rank; `lockstep quantize` writes the model for several";
+            return Err(InferError::Plan { problems: vec![problem.to_owned()] });
+        }
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         // Collectives read what they reduce where it lies.
         let shared = |group: &Group| group.arena(&[MemoryCategory::Workspace]);
@@ -78,9 +99,11 @@ impl LoadedModel {
         let places = Places { context: ContextPlace::default(), ..ranks.groups().places() };
         let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits, places);
         let stage = ranks.groups().stage(recorded.units());
-        let queue = queue(&arena, options.threads)?;
+        let mut queue = queue(&arena, options.threads)?;
+        let int8 = if dtype == DType::F32 { BlockActivations::Float } else { BlockActivations::Int8 };
+        queue.set_block_activations(options.activations.unwrap_or(int8));
         let records = (recorded.records(), stage);
-        let weights = ModelWeights::load(directory, records, dtype, (&arena, &*queue))?;
+        let weights = ModelWeights::load(directory, records, (dtype, options.quantize), (&arena, &*queue))?;
         if let Some(group) = ranks.group() {
             // Collectives on one machine use the compute threads rather than a core of their own.
             group.set_workers(queue.workers());

@@ -80,46 +80,11 @@ impl StoredShard<'_> {
             view.copy_to(piece);
             rest = after;
         }
-        let buffer = arena.allocate(bytes.len(), MemoryCategory::Parameters)?;
-        buffer.view(DType::U8, 0, [bytes.len()]).copy_from(&bytes);
-        copied.push(buffer);
-        Ok(Some(StoredPlace { source: Source::Copied(copied.len() - 1), stored, shape }))
+        Ok(Some(copy(&[&bytes], (stored, self.record), copied, arena)?))
     }
 
-    /// Returns the ranges of the parameter's bytes that the rank holds, in the order of the shard's elements; `None` if they cut a
-    /// block.
     fn byte_ranges(&self) -> Option<Vec<Range<usize>>> {
-        let Self { parameter, record } = self;
-        let columns = record.shape.last().copied().unwrap_or(1).max(1);
-        let row_bytes = parameter.stored.row_bytes(columns)?;
-        let byte_of = |element: usize| {
-            Some(element / columns * row_bytes + parameter.stored.row_bytes(element % columns)?)
-        };
-        let mut ranges: Vec<Range<usize>> = Vec::new();
-        for (first, len) in record.share.element_ranges(&record.shape) {
-            for piece in self.in_stored_order(first..first + len, columns) {
-                let bytes = byte_of(piece.start)?..byte_of(piece.end)?;
-                match ranges.last_mut() {
-                    Some(last) if last.end == bytes.start => last.end = bytes.end,
-                    _ => ranges.push(bytes),
-                }
-            }
-        }
-        Some(ranges)
-    }
-
-    /// Returns where a range of the parameter's elements is stored, in pieces.
-    fn in_stored_order(&self, elements: Range<usize>, columns: usize) -> Vec<Range<usize>> {
-        let order = self.parameter.order;
-        if order == RowOrder::Same {
-            return vec![elements];
-        }
-        let row_of = |row: usize| {
-            let part = elements.start.max(row * columns)..elements.end.min((row + 1) * columns);
-            let start = order.stored_row(row) * columns + part.start % columns;
-            start..start + part.len()
-        };
-        (elements.start / columns..elements.end.div_ceil(columns)).map(row_of).collect()
+        byte_ranges(self.parameter.stored, self.parameter.order, self.record)
     }
 }
 
@@ -159,4 +124,61 @@ pub(crate) fn cast_pieces<'m>(
         }
     }
     true
+}
+
+/// Copies this rank's shard of a parameter, `pieces` of its bytes as they are stored.
+///
+/// # Errors
+/// If memory runs out.
+pub(crate) fn copy(
+    pieces: &[&[u8]],
+    (stored, record): (StoredElements, &ParameterRecord),
+    copied: &mut Vec<Buffer>,
+    arena: &Arena,
+) -> Result<StoredPlace, InferError> {
+    let len = pieces.iter().map(|piece| piece.len()).sum();
+    let buffer = arena.allocate(len, MemoryCategory::Parameters)?;
+    let mut first = 0;
+    for piece in pieces {
+        buffer.view(DType::U8, first, [piece.len()]).copy_from(piece);
+        first += piece.len();
+    }
+    copied.push(buffer);
+    let shape = Shape::from(record.local_shape().as_slice());
+    Ok(StoredPlace { source: Source::Copied(copied.len() - 1), stored, shape })
+}
+
+/// Returns the ranges of a parameter's bytes that the rank holds, in the order of the shard's elements; `None` if they cut a block.
+pub(crate) fn byte_ranges(
+    stored: StoredElements,
+    order: RowOrder,
+    record: &ParameterRecord,
+) -> Option<Vec<Range<usize>>> {
+    let columns = record.shape.last().copied().unwrap_or(1).max(1);
+    let row_bytes = stored.row_bytes(columns)?;
+    let byte_of = |element: usize| Some(element / columns * row_bytes + stored.row_bytes(element % columns)?);
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for (first, len) in record.share.element_ranges(&record.shape) {
+        for piece in in_stored_order(order, first..first + len, columns) {
+            let bytes = byte_of(piece.start)?..byte_of(piece.end)?;
+            match ranges.last_mut() {
+                Some(last) if last.end == bytes.start => last.end = bytes.end,
+                _ => ranges.push(bytes),
+            }
+        }
+    }
+    Some(ranges)
+}
+
+/// Returns where a range of a parameter's elements is stored, in pieces.
+fn in_stored_order(order: RowOrder, elements: Range<usize>, columns: usize) -> Vec<Range<usize>> {
+    if order == RowOrder::Same {
+        return vec![elements];
+    }
+    let row_of = |row: usize| {
+        let part = elements.start.max(row * columns)..elements.end.min((row + 1) * columns);
+        let start = order.stored_row(row) * columns + part.start % columns;
+        start..start + part.len()
+    };
+    (elements.start / columns..elements.end.div_ceil(columns)).map(row_of).collect()
 }

@@ -1,7 +1,8 @@
 //! Weights in the type of the model's files. Without a memory limit, a tensor that the model reads as it is stored stays in the
 //! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory. Of a
 //! parameter that is sharded over ranks, each maps or copies its own bytes alone.
-//! Quantized matrices stay quantized, whatever the type of the other weights. With a limit, weights are read into memory or streamed
+//! Quantized matrices stay quantized, whatever the type of the other weights: in the mapped file, or repacked into blocks. With a limit,
+//! weights are read into memory or streamed
 //! ([`HeldUnits`]), and quantized ones are decoded.
 
 use std::{
@@ -13,16 +14,19 @@ use std::{
 };
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
-use lockstep_checkpoint::{CheckpointError, ModelDirectory, StoredParameter, gguf::StoredElements};
+use lockstep_checkpoint::{
+    CheckpointError, ModelDirectory, RowOrder, StoredParameter, WeightQuantization, encode_blocks,
+    gguf::StoredElements, is_quantizable,
+};
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
 
 use crate::{
     InferError,
     device_map::{ModelParts, WeightPlace},
     held::HeldUnits,
-    stored_weights::{Source, StoredPlace, StoredShard, cast_pieces},
+    stored_weights::{Source, StoredPlace, StoredShard, byte_ranges, cast_pieces, copy},
     unit_layout::UnitLayout,
 };
 
@@ -68,14 +72,15 @@ impl<'p> Files<'p> {
 }
 
 impl ModelWeights {
-    /// Loads the shards of `records` that the units of this rank's `stage` read, in type `dtype`.
+    /// Loads the shards of `records` that the units of this rank's `stage` read, in type `dtype`, or whole matrices of linear layers
+    /// quantized if that is asked for.
     ///
     /// # Errors
     /// If a file is damaged or cannot be mapped, or memory runs out.
     pub(crate) fn load(
         directory: &ModelDirectory,
         (records, stage): (&[ParameterRecord], Range<usize>),
-        dtype: DType,
+        (dtype, quantization): (DType, Option<WeightQuantization>),
         (arena, kernels): (&Arena, &dyn Kernels),
     ) -> Result<Self, InferError> {
         let is_read = read_by(records, stage);
@@ -95,6 +100,19 @@ impl ModelWeights {
                 let file = files.index(parameter.file)?;
                 stored[id] = shard.place((file, &files.files[file]), &mut copied, arena)?;
             }
+        }
+        for parameter in directory.packed_parameters() {
+            let Some(&id) = ids.get(parameter.name) else { continue };
+            let (packed, record) = (StoredElements::Blocks(parameter.format), &records[id]);
+            let ranges = byte_ranges(packed, RowOrder::Same, record);
+            let Some(ranges) = ranges.filter(|_| record.shape == parameter.shape) else { continue };
+            let mut blocks = vec![0; parameter.bytes()];
+            parameter.pack(&mut blocks)?;
+            let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
+            stored[id] = Some(copy(&pieces, (packed, record), &mut copied, arena)?);
+        }
+        if let Some(quantization) = quantization {
+            quantize(directory, records, quantization, (&mut stored, &mut copied), arena)?;
         }
         let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
@@ -250,6 +268,37 @@ fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
             Cow::Owned(ranges.flat_map(|(first, len)| &values[first..first + len]).copied().collect())
         }
     }
+}
+
+/// Quantizes the matrices of linear layers that are numbers, one at a time.
+fn quantize(
+    directory: &ModelDirectory,
+    records: &[ParameterRecord],
+    quantization: WeightQuantization,
+    (stored, copied): (&mut [Option<StoredPlace>], &mut Vec<Buffer>),
+    arena: &Arena,
+) -> Result<(), InferError> {
+    let mut formats: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
+    for (id, record) in records.iter().enumerate() {
+        let is_number = stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)));
+        if record.tie.is_none()
+            && is_number
+            && is_quantizable(&record.name, &record.shape)
+            && let Some(format) = quantization.format(record.shape[1])
+        {
+            formats.insert(record.name.as_str(), (id, format));
+        }
+    }
+    directory.for_each_selected(
+        |name| formats.contains_key(name),
+        |name, values| -> Result<(), InferError> {
+            let (id, format) = formats[name];
+            let blocks = encode_blocks(format, values);
+            let place = (StoredElements::Blocks(format), &records[id]);
+            stored[id] = Some(copy(&[&blocks], place, copied, arena)?);
+            Ok(())
+        },
+    )
 }
 
 /// Reads this rank's shards of parameters into `store`: those that `is_converted` is true for.

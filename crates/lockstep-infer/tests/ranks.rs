@@ -88,7 +88,7 @@ fn on_ranks<T: Send>(
                     let of_rank = plan.rank(group.rank());
                     let groups = Groups::new(group, of_rank, Duration::from_secs(60)).unwrap();
                     let directory = ModelDirectory::open(directory).unwrap();
-                    let options = LoadOptions { threads: 1, dtype };
+                    let options = LoadOptions { dtype, ..LoadOptions::new(1) };
                     find(&LoadedModel::load_on(&directory, options, Ranks::new(groups)).unwrap())
                 })
             })
@@ -99,7 +99,7 @@ fn on_ranks<T: Send>(
 
 /// Asserts that all ranks of a plan find what one rank finds; their logits may differ by `tolerance` of the largest one.
 fn assert_ranks_agree(directory: &Path, plan: &Plan, tolerance: f32) {
-    let options = LoadOptions { threads: 1, dtype: Some(DType::F32) };
+    let options = LoadOptions::new(1).with_dtype(DType::F32);
     let one = LoadedModel::load(&ModelDirectory::open(directory).unwrap(), options).unwrap();
     let plan = check_plan(one.config(), plan, PlannedWork::Generation).unwrap();
     let expected = found_by(&one);
@@ -245,7 +245,7 @@ fn weights_of_another_type_are_cast_shard_by_shard() {
     let dtype = Some(DType::BF16);
     for family in ["gpt2", "llama", "mixtral", "phi3"] {
         let directory = fixture(family);
-        let options = LoadOptions { threads: 1, dtype };
+        let options = LoadOptions { dtype, ..LoadOptions::new(1) };
         let one = LoadedModel::load(&ModelDirectory::open(&directory).unwrap(), options).unwrap();
         let mesh = Degrees { pipeline: 2, ..Degrees::default() };
         let stages = check_plan(one.config(), &Plan { mesh, ..Plan::default() }, PlannedWork::Generation);

@@ -8,7 +8,7 @@ use crate::exit::{self, Failure};
 use crate::output::{self, note};
 use crate::{
     bench, checkpoint, completions, data, doctor, error_file, generate, import, infer, instructions, limits,
-    logging, models, plan, report, train, typed, verify,
+    logging, models, plan, quantize, report, train, typed, verify,
 };
 
 /// Train and run large language models: one model, any plan, the same training run.
@@ -63,6 +63,8 @@ enum Command {
     Eval(Box<infer::EvalArguments>),
     /// Continue prompts, or chat with a model
     Generate(Box<generate::Arguments>),
+    /// Write a model with weights of 8 or 4 bits, as a directory that transformers loads
+    Quantize(quantize::Arguments),
     /// List, check, export and import checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -118,6 +120,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Models(arguments) => models::run(&arguments),
         Command::Eval(arguments) => infer::eval(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
+        Command::Quantize(arguments) => quantize::run(&arguments),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Import(arguments) => import::run(&arguments),
         Command::Schema => {

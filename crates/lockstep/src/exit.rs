@@ -86,6 +86,8 @@ impl From<CheckpointError> for Failure {
             | CheckpointError::NoSuchCheckpoint { .. }
             | CheckpointError::OutputExists { .. }
             | CheckpointError::FileExists { .. }
+            | CheckpointError::Quantization { .. }
+            | CheckpointError::NothingToQuantize { .. }
             | CheckpointError::GgufExport { .. } => CONFIGURATION,
             CheckpointError::Io { ref source, .. } => code_of_io(source),
             _ => FAILED,

@@ -14,12 +14,14 @@ use lockstep_data::{
 };
 use lockstep_engine::Ranks;
 use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, PlannedWork, Workload, evaluate};
+use lockstep_tensor::BlockActivations;
 use serde_json::json;
 
 use crate::exit::Failure;
 use crate::inference_ranks::RankArguments;
 use crate::output::say;
 use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
+use crate::quantize::QuantizedType;
 
 /// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
@@ -33,6 +35,12 @@ pub(crate) struct ModelArguments {
     /// Type of weights and activations; auto takes that of the files, which are then used where they lie. Quantized matrices stay quantized
     #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
     dtype: DtypeChoice,
+    /// Type of the activations in products with quantized weights: int8, float (their own), or auto for int8 unless --dtype is f32
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
+    activations: ActivationChoice,
+    /// Quantize the linear layers of blocks as they are loaded, in groups of 128 (int8) or 64 (int4, nf4)
+    #[arg(long, value_name = "TYPE", value_enum, conflicts_with_all = ["device_map", "max_memory", "offload_dir"])]
+    quantize: Option<QuantizedType>,
     /// Compute threads of each rank [default: all cores, shared by the ranks of this machine]
     #[arg(long)]
     threads: Option<usize>,
@@ -52,10 +60,26 @@ pub(crate) enum DtypeChoice {
     F16,
 }
 
+/// Values of `--activations`.
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum ActivationChoice {
+    #[default]
+    Auto,
+    Int8,
+    Float,
+}
+
 impl ModelArguments {
     /// Finds the model by any of its names, with the adapter if one is given.
     pub(crate) fn find(&self) -> Result<FoundModel, Failure> {
-        let options = LoadOptions { threads: threads(self.threads)?, dtype: self.dtype.dtype() };
+        let activations = match self.activations {
+            ActivationChoice::Auto => None,
+            ActivationChoice::Int8 => Some(BlockActivations::Int8),
+            ActivationChoice::Float => Some(BlockActivations::Float),
+        };
+        let quantize = self.quantize.map(QuantizedType::quantization);
+        let threads = threads(self.threads)?;
+        let options = LoadOptions { threads, dtype: self.dtype.dtype(), activations, quantize };
         FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
     }
 

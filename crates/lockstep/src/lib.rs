@@ -112,6 +112,7 @@ mod pipelines;
 mod placement;
 mod plan;
 mod planned;
+mod quantize;
 mod ranks;
 mod report;
 mod sample_view;

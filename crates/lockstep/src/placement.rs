@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use crate::exit::Failure;
 use crate::output::note;
+use crate::quantize::note_decoded;
 
 /// Placement of a model's weights.
 #[derive(Debug, Clone, Default, Args)]
@@ -77,6 +78,7 @@ impl FoundModel {
         placement: &PlacementArguments,
     ) -> Result<Self, Failure> {
         let mut directory = ModelDirectory::open(&find_weights(name)?)?;
+        note_decoded(&directory, Path::new(name));
         if let Some(adapter) = adapter {
             directory = directory.with_adapter(adapter)?;
         }

@@ -42,6 +42,16 @@ pub(crate) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     });
 }
 
+/// Returns the value of one little-endian number of a float `dtype`.
+pub(crate) fn scalar(dtype: DType, bytes: &[u8]) -> f32 {
+    match (dtype, bytes) {
+        (DType::BF16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+        (DType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+        (DType::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+        _ => unreachable!("callers check type and size"),
+    }
+}
+
 /// Converts `values` to little-endian bytes of a float `dtype`. Sizes and type are as in [`widen`].
 pub(crate) fn narrow(dtype: DType, values: &[f32], out: &mut [u8]) {
     assert_eq!(out.len(), values.len() * dtype.size_bytes(), "callers check sizes");

@@ -59,6 +59,36 @@ pub enum CheckpointError {
         /// Description of the problem.
         reason: String,
     },
+    /// The description of a model's quantization is damaged, or its method is not supported.
+    #[error(
+        "{path}: {source}; transformers decodes other models: load with dequantize=True, then save_pretrained"
+    )]
+    Quantization {
+        /// File with the description.
+        path: PathBuf,
+        /// Description of the problem.
+        source: crate::quantized::QuantizationError,
+    },
+    /// The parts of a packed tensor are not those that its description implies.
+    #[error("{path}: packed tensor `{tensor}`: {reason}")]
+    PackedTensor {
+        /// Directory of the model.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Description of the problem.
+        reason: String,
+    },
+    /// A model has no weights that can be quantized.
+    #[error(
+        "{path}: a {model_type} has no linear layers in blocks whose rows are whole groups; nothing was written"
+    )]
+    NothingToQuantize {
+        /// Path of the model.
+        path: PathBuf,
+        /// Type of the model.
+        model_type: String,
+    },
     /// A directory holds checkpoints but is not one itself.
     #[error("{path} has neither manifest.json nor config.json, it holds checkpoints; did you mean {newest}?")]
     ParentDirectory {
@@ -403,6 +433,7 @@ impl CheckpointError {
                 | Self::Adapter { .. }
                 | Self::Header { .. }
                 | Self::Gguf { .. }
+                | Self::PackedTensor { .. }
                 | Self::UnsafeName { .. }
                 | Self::Index { .. }
                 | Self::MissingWeight { .. }

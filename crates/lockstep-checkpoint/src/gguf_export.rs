@@ -8,7 +8,6 @@ use std::{
 
 use lockstep_model::{HfMapping, HfTensor, LlamaConfig, LlamaFamily, RopeScaling};
 use lockstep_plan::{BlockFormat, DType};
-use rayon::prelude::*;
 use serde_json::Value as Json;
 
 use crate::{
@@ -22,10 +21,9 @@ use crate::{
         writer::{TensorSpec, Value, write},
     },
     pretrained::{ModelDirectory, TOKENIZER_FILE},
+    quantize::encode_blocks,
 };
 
-/// Elements that a thread encodes at a time: whole blocks of every format.
-const TASK_ELEMENTS: usize = 1 << 14;
 /// Version of the block formats.
 const QUANTIZATION_VERSION: u32 = 2;
 
@@ -216,15 +214,7 @@ fn encode(values: &[f32], stored: StoredElements) -> Vec<u8> {
             convert::narrow(dtype, values, &mut bytes);
             bytes
         }
-        StoredElements::Blocks(format) => {
-            let size = |elements: usize| elements / format.block_elements() * format.block_bytes();
-            let mut bytes = vec![0; size(values.len())];
-            bytes
-                .par_chunks_mut(size(TASK_ELEMENTS))
-                .zip(values.par_chunks(TASK_ELEMENTS))
-                .for_each(|(bytes, values)| format.quantize(values, bytes));
-            bytes
-        }
+        StoredElements::Blocks(format) => encode_blocks(format, values),
     }
 }
 
@@ -308,13 +298,13 @@ fn file_type(stored: StoredElements) -> u32 {
     match stored {
         StoredElements::Dense(DType::F16) => 1,
         StoredElements::Dense(DType::BF16) => 32,
-        StoredElements::Dense(_) => 0,
         StoredElements::Blocks(BlockFormat::Q4_0) => 2,
         StoredElements::Blocks(BlockFormat::Q4_1) => 3,
         StoredElements::Blocks(BlockFormat::Q8_0) => 7,
         StoredElements::Blocks(BlockFormat::Q4K) => 14,
         StoredElements::Blocks(BlockFormat::Q5K) => 16,
         StoredElements::Blocks(BlockFormat::Q6K) => 18,
+        StoredElements::Dense(_) | StoredElements::Blocks(_) => 0,
     }
 }
 

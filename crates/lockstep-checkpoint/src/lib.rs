@@ -57,6 +57,8 @@ mod observer;
 mod offloaded_weights;
 mod peft;
 mod pretrained;
+mod quantize;
+mod quantized;
 mod region;
 mod save;
 mod shard;
@@ -87,6 +89,10 @@ pub use observer::{Abandoned, CommitObserver, CommitPoint, Wait};
 pub use offloaded_weights::OffloadedWeights;
 pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
+pub use quantize::{QuantizedModel, WeightQuantization, WeightType, encode_blocks, is_quantizable};
+pub use quantized::{
+    PackedParameter, Quantization, QuantizationError, QuantizationSummary, parse_quantization,
+};
 pub use region::Region;
 pub use save::{SaveRequest, Staging, save, save_observed};
 pub use shard::{ByteSource, ShardReport, SliceBytes, TensorSlice, write_shard, write_shard_observed};

@@ -110,7 +110,7 @@ impl ModelDirectory {
         .write(out)
     }
 
-    fn export_tensor<'a>(&'a self, tensor: &'a HfTensor) -> ExportTensor<'a> {
+    pub(crate) fn export_tensor<'a>(&'a self, tensor: &'a HfTensor) -> ExportTensor<'a> {
         let elements: usize = tensor.shape.iter().product();
         // The writer requests a tensor piece by piece, in order; it is assembled at the first piece.
         let assembled = RefCell::new(Vec::new());

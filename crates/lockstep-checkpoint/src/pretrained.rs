@@ -20,6 +20,7 @@ use crate::{
     gguf::{EmbeddedTokenizer, model::GgufModel},
     hf::HfCheckpoint,
     listing::list,
+    quantized::{PackedParameter, QuantizationSummary, QuantizedFiles, quantization_in},
     tensor_files::{TensorFiles, gguf_file},
 };
 
@@ -127,7 +128,14 @@ impl ModelDirectory {
             return Err(CheckpointError::ParentDirectory { path, newest: newest.path });
         }
         let config = ModelConfig::from_file(&config_file)?;
-        Self::of_files(path, config, TensorFiles::HuggingFace(HfCheckpoint::open(dir)?))
+        let files = HfCheckpoint::open(dir)?;
+        let files = match quantization_in(dir)? {
+            None => TensorFiles::HuggingFace(files),
+            Some(quantization) => {
+                TensorFiles::Quantized(Box::new(QuantizedFiles::new(dir, files, quantization, &config)?))
+            }
+        };
+        Self::of_files(path, config, files)
     }
 
     fn of_files(path: PathBuf, config: ModelConfig, files: TensorFiles) -> Result<Self, CheckpointError> {
@@ -291,6 +299,31 @@ impl ModelDirectory {
         match &self.weights {
             Weights::Files { files, import } => files.stored_parameters(import),
             Weights::Checkpoint(_) | Weights::Tuned { .. } => Vec::new(),
+        }
+    }
+
+    /// Returns the pieces of parameters that are stored in the parameter's order: those of [`ModelDirectory::stored_parameters`], and
+    /// the tensors of a parameter that consists of several. Pieces of a parameter need not cover all of it.
+    pub fn stored_pieces(&self) -> Vec<StoredParameter<'_>> {
+        match &self.weights {
+            Weights::Files { files, import } => files.stored_pieces(import),
+            Weights::Checkpoint(_) | Weights::Tuned { .. } => Vec::new(),
+        }
+    }
+
+    /// Returns the parameters of a quantized model that can be repacked into blocks with the same values.
+    pub fn packed_parameters(&self) -> Vec<PackedParameter<'_>> {
+        match &self.weights {
+            Weights::Files { files, import } => files.packed_parameters(import),
+            Weights::Checkpoint(_) | Weights::Tuned { .. } => Vec::new(),
+        }
+    }
+
+    /// Returns a summary of the quantization in a Hugging Face directory; `None` if its weights are numbers.
+    pub fn quantization(&self) -> Option<QuantizationSummary> {
+        match &self.weights {
+            Weights::Files { files: TensorFiles::Quantized(files), .. } => Some(files.summary()),
+            _ => None,
         }
     }
 

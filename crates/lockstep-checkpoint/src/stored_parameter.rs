@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::gguf::StoredElements;
 
-/// A parameter whose elements are stored in a file in a form that kernels read.
+/// A parameter, or a piece of one, whose elements are stored in a file in a form that kernels read.
 #[derive(Debug, Clone)]
 pub struct StoredParameter<'a> {
     /// Canonical name.
@@ -19,6 +19,8 @@ pub struct StoredParameter<'a> {
     pub order: RowOrder,
     /// Number of elements.
     pub elements: usize,
+    /// Index of the first of them in the parameter; 0 unless it is stored in pieces.
+    pub first_element: usize,
 }
 
 /// Order of the rows of a stored matrix, relative to the parameter's.

@@ -2,11 +2,12 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use lockstep_model::{HfImport, HfTransform};
+use lockstep_model::{HfImport, HfPlace, HfTransform};
 use lockstep_plan::DType;
 
 use crate::{
-    StoredParameter, convert::is_float, error::CheckpointError, gguf::model::GgufModel, hf::HfCheckpoint,
+    PackedParameter, StoredParameter, convert::is_float, error::CheckpointError, gguf::model::GgufModel,
+    hf::HfCheckpoint, quantized::QuantizedFiles,
 };
 
 /// Files of a model's weights.
@@ -14,6 +15,7 @@ use crate::{
 pub(crate) enum TensorFiles {
     HuggingFace(HfCheckpoint),
     Gguf(Box<GgufModel>),
+    Quantized(Box<QuantizedFiles>),
 }
 
 impl TensorFiles {
@@ -24,6 +26,7 @@ impl TensorFiles {
                 files.names().map(|name| Ok((name.to_owned(), files.tensor(name)?.shape.to_vec()))).collect()
             }
             Self::Gguf(model) => Ok(model.shapes()),
+            Self::Quantized(files) => files.shapes(),
         }
     }
 
@@ -32,6 +35,7 @@ impl TensorFiles {
         let files = match self {
             Self::HuggingFace(files) => files,
             Self::Gguf(model) => return model.compute_dtype(),
+            Self::Quantized(files) => return files.compute_dtype(),
         };
         let mut elements = BTreeMap::<_, usize>::new();
         for tensor in files.names().filter_map(|name| files.tensor(name).ok()) {
@@ -47,22 +51,50 @@ impl TensorFiles {
         let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
         let stored = parameters.filter_map(|places| {
             let [place] = places else { return None };
-            let stored = match self {
-                Self::HuggingFace(files) => files.stored(&place.tensor)?,
-                Self::Gguf(model) => model.stored(&place.tensor)?,
-            };
-            let stored = StoredParameter { name: &place.parameter, ..stored };
-            match &place.transform {
-                _ if place.is_whole() => Some(stored),
-                HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => {
-                    let row_bytes = stored.stored.row_bytes(*place.tensor_shape.last()?)?;
-                    let offset = stored.offset + rows.start * row_bytes;
-                    Some(StoredParameter { offset, elements: place.parameter_elements(), ..stored })
-                }
-                _ => None,
-            }
+            self.piece(place).filter(|piece| piece.first_element == 0)
         });
         stored.collect()
+    }
+
+    /// Returns the pieces of parameters that are stored in the parameter's order: whole tensors, or some of their rows. A parameter may
+    /// have several, such as a stack of experts, and others that are not among them.
+    pub(crate) fn stored_pieces<'a>(&'a self, import: &'a HfImport) -> Vec<StoredParameter<'a>> {
+        import.places.iter().filter_map(|place| self.piece(place)).collect()
+    }
+
+    fn piece<'a>(&'a self, place: &'a HfPlace) -> Option<StoredParameter<'a>> {
+        let stored = match self {
+            Self::HuggingFace(files) => files.stored(&place.tensor)?,
+            Self::Gguf(model) => model.stored(&place.tensor)?,
+            Self::Quantized(files) => files.stored(&place.tensor)?,
+        };
+        let first_element = place.first_element;
+        let stored = StoredParameter { name: &place.parameter, first_element, ..stored };
+        match &place.transform {
+            HfTransform::Same => Some(stored),
+            HfTransform::Rows { rows, blocks: 1, .. } => {
+                let row_bytes = stored.stored.row_bytes(*place.tensor_shape.last()?)?;
+                let offset = stored.offset + rows.start * row_bytes;
+                Some(StoredParameter { offset, elements: place.parameter_elements(), ..stored })
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the parameters that can be repacked into blocks: a whole tensor, or some of its rows.
+    pub(crate) fn packed_parameters<'a>(&'a self, import: &'a HfImport) -> Vec<PackedParameter<'a>> {
+        let Self::Quantized(files) = self else { return Vec::new() };
+        let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
+        let packed = parameters.filter_map(|places| {
+            let [place] = places else { return None };
+            let rows = match &place.transform {
+                _ if place.is_whole() => None,
+                HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => Some(rows.clone()),
+                _ => return None,
+            };
+            Some(PackedParameter { name: &place.parameter, ..files.packed(&place.tensor, rows)? })
+        });
+        packed.collect()
     }
 
     /// Fills `out` with all values of a tensor.
@@ -70,6 +102,7 @@ impl TensorFiles {
         match self {
             Self::HuggingFace(files) => files.read_f32(name, out),
             Self::Gguf(model) => model.read_f32(name, out),
+            Self::Quantized(files) => files.read_f32(name, out),
         }
     }
 
@@ -78,24 +111,25 @@ impl TensorFiles {
         match self {
             Self::HuggingFace(files) => Ok(files.tensor(a)?.bytes == files.tensor(b)?.bytes),
             Self::Gguf(model) => Ok(model.bytes(a)? == model.bytes(b)?),
+            Self::Quantized(files) => files.are_same(a, b),
         }
     }
 
     /// Checks that a tensor consists of zeros.
     pub(crate) fn require_zeros(&self, name: &str) -> Result<(), CheckpointError> {
-        match self {
-            Self::HuggingFace(files) => {
-                let found = files.tensor(name)?;
-                let element_bytes = found.bytes.len() / found.elements().max(1);
-                Ok(HfImport::require_zeros(name, element_bytes, found.bytes)?)
-            }
-            Self::Gguf(model) => Ok(HfImport::require_zeros(name, 1, model.bytes(name)?)?),
-        }
+        let files = match self {
+            Self::HuggingFace(files) => files,
+            Self::Quantized(files) => files.files(),
+            Self::Gguf(model) => return Ok(HfImport::require_zeros(name, 1, model.bytes(name)?)?),
+        };
+        let found = files.tensor(name)?;
+        let element_bytes = found.bytes.len() / found.elements().max(1);
+        Ok(HfImport::require_zeros(name, element_bytes, found.bytes)?)
     }
 
     /// Returns true if the weights lie in a directory of Hugging Face, with other files of the model beside them.
     pub(crate) fn has_companions(&self) -> bool {
-        matches!(self, Self::HuggingFace(_))
+        matches!(self, Self::HuggingFace(_) | Self::Quantized(_))
     }
 }
 

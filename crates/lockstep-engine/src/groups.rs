@@ -1,10 +1,10 @@
 //! Process groups of the device mesh: tensor, context, expert and pipeline groups, and the groups over which gradients
 //! are reduced and model state is sharded.
 
-use std::{sync::Arc, time::Duration};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
-use lockstep_graph::{GridGroups, Peers};
+use lockstep_graph::{ContextPeers, GridGroups, Peers, Replay};
 use lockstep_plan::{
     Among, Axis, ContextPlace, ExpertAxis, Mesh, ParameterRecord, Places, RankPlan, ReductionGroup, Share,
     TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum, schedule::Schedule,
@@ -142,6 +142,30 @@ impl Groups {
         if self.world.is_some() { self.places } else { plan.places }
     }
 
+    /// Returns the rank's places in the groups that shard blocks, sequences and experts, which the model is recorded for.
+    pub fn places(&self) -> Places {
+        self.places
+    }
+
+    /// Returns the units of this rank's first stage, of a model of `units` units: all without a pipeline.
+    pub fn stage(&self, units: usize) -> Range<usize> {
+        let stage = self.plan().and_then(|plan| plan.passes.stages.first());
+        stage.map_or(0..units, |stage| stage.units.clone())
+    }
+
+    /// Returns a replay with the groups that its collectives run over. Ring attention needs buffers as well.
+    pub fn attach<'a>(&'a self, replay: Replay<'a>) -> Replay<'a> {
+        Replay {
+            peers: self.peers(),
+            grid: self.grid_peers(),
+            expert_peers: self.expert_peers(),
+            sequence_peers: self.sequence_peers(),
+            replicas: self.replica_peers(),
+            context: self.context_peers().map(|peers| ContextPeers { peers, ring: None }),
+            ..replay
+        }
+    }
+
     /// Returns the rank's place in the tensor-parallel group.
     pub fn tensor_place(&self) -> TensorPlace {
         self.places.tensor
@@ -223,7 +247,7 @@ impl Groups {
     }
 
     /// Returns the pipeline-parallel group; `None` if its degree is 1.
-    pub(crate) fn pipeline_peers(&self) -> Option<Peers<'_>> {
+    pub fn pipeline_peers(&self) -> Option<Peers<'_>> {
         let World { pipeline, limit, .. } = self.world.as_ref()?;
         pipeline.as_ref().map(|group| Peers { group, limit: *limit })
     }

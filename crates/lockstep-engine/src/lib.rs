@@ -16,6 +16,7 @@ mod builder;
 mod engine;
 mod engine_state;
 mod error;
+mod evaluation;
 #[cfg(test)]
 mod faulty_disk;
 mod gradients;

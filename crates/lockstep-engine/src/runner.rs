@@ -19,7 +19,7 @@ use lockstep_plan::{
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, TensorError, View, find_tensor};
 
 use crate::{
-    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Offload, UnitParameters, Weights,
+    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Offload, UnitParameters,
     boundaries::{boundary, message, message_bytes},
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
@@ -31,7 +31,7 @@ use crate::{
 
 /// Memory of the micro-batches in flight, and everything that a replay reads besides weights.
 pub struct Runner {
-    stages: Vec<Stage>,
+    pub(crate) stages: Vec<Stage>,
     workspace: Buffer,
     /// Gradients of unit outputs; a unit's backward reads one and writes the other.
     boundary: [Buffer; 2],
@@ -48,7 +48,7 @@ pub struct Runner {
     positions: Vec<u32>,
     seed: u64,
     /// Process groups of this rank.
-    groups: Groups,
+    pub(crate) groups: Groups,
     /// Buffers for keys and values of other ranks in ring attention; `None` without it.
     ring: Option<Ring>,
     /// Buffer for collectives that overlap with matrix products; `None` without such overlap.
@@ -162,36 +162,6 @@ impl Runner {
     /// Returns the timeline, which records the times of operations while it is enabled.
     pub fn timeline(&self) -> &Timeline {
         &self.timeline
-    }
-
-    /// Runs the forward of every unit.
-    ///
-    /// # Errors
-    /// If another rank is lost or does not answer in time, or a disk of offloaded state fails.
-    pub fn forward(
-        &mut self,
-        model: &RecordedModel,
-        queue: &dyn Kernels,
-        mut weights: Weights<'_>,
-        batch: &HostBatch<'_>,
-    ) -> Result<(), EngineError> {
-        self.forward_from(model, queue, &mut weights, batch)
-    }
-
-    /// Runs the forward of every unit, with weights that are made ready unit by unit.
-    ///
-    /// # Errors
-    /// As [`Runner::forward`], or if the weights of a unit cannot be had.
-    pub fn forward_from(
-        &mut self,
-        model: &RecordedModel,
-        queue: &dyn Kernels,
-        weights: &mut dyn WeightSource,
-        batch: &HostBatch<'_>,
-    ) -> Result<(), EngineError> {
-        batch.check(model)?;
-        self.load(model, PassLocation::default(), batch);
-        self.forward_stage(model, PassLocation::default(), queue, weights, Purpose::Evaluation)
     }
 
     /// Runs the forward of a stage on the micro-batch that was loaded into the slot of `place`.
@@ -391,7 +361,12 @@ impl Runner {
     }
 
     /// Returns the buffer and the byte offset of a unit's output, or of this rank's slice of it.
-    fn output_of(&self, model: &RecordedModel, place: PassLocation, unit: usize) -> (&Buffer, usize) {
+    pub(crate) fn output_of(
+        &self,
+        model: &RecordedModel,
+        place: PassLocation,
+        unit: usize,
+    ) -> (&Buffer, usize) {
         let Stage { units, slots, .. } = &self.stages[place.stage];
         match &slots[place.slot].output {
             Some(output) if unit + 1 == units.end => (output, 0),
@@ -561,36 +536,25 @@ impl Runner {
                 slot.input.as_ref().map(|buffer| boundary(model, unit - 1, buffer))
             }
         });
+        let batch = Batch {
+            ids: slot.ids.view(),
+            labels: Some(slot.labels.view()),
+            positions: slot.positions.view(),
+            document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
+            dropout_keys: Some(slot.dropout_keys.view()),
+            constants: &self.constants,
+            inputs: &slot.inputs,
+        };
+        let replay = self.groups.attach(Replay::new(queue, parameters, batch, frame(unit), &self.workspace));
         Replay {
-            queue,
-            parameters,
-            batch: Batch {
-                ids: slot.ids.view(),
-                labels: Some(slot.labels.view()),
-                positions: slot.positions.view(),
-                document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
-                dropout_keys: Some(slot.dropout_keys.view()),
-                constants: &self.constants,
-                inputs: &slot.inputs,
-            },
             input,
-            frame: frame(unit),
             output: whole(unit),
-            workspace: &self.workspace,
             first_dropout_site: RecordedModel::first_dropout_site(unit),
-            cache: None,
-            peers: self.groups.peers(),
-            grid: self.groups.grid_peers(),
-            expert_peers: self.groups.expert_peers(),
-            sequence_peers: self.groups.sequence_peers(),
-            replicas: self.groups.replica_peers(),
-            context: self
-                .groups
-                .context_peers()
-                .map(|peers| ContextPeers { peers, ring: self.ring.as_ref() }),
+            context: replay.context.map(|context| ContextPeers { ring: self.ring.as_ref(), ..context }),
             communication_buffer: self.communication_buffer.as_ref(),
             router_margin: self.router_margin.as_ref(),
             trace: Some(Trace { timeline: &self.timeline, unit }),
+            ..replay
         }
     }
 }

@@ -28,7 +28,7 @@ impl Recorder {
         if self.head_output == HeadOutput::Losses {
             return self.output_loss(x, output_layer, soft_cap);
         }
-        let logits = self.linear(x, output_layer);
+        let logits = self.output_logits(x, output_layer);
         soft_cap.map_or(logits, |cap| self.activation(Activation::SoftCap(cap), logits))
     }
 }

@@ -22,8 +22,9 @@ use lockstep_plan::ExpertPlace;
 use lockstep_tensor::GatedActivation;
 
 use crate::{
-    block::{Bias, Value},
+    block::{Bias, Mode, Value},
     ops::{linear::Linear, route::Routing},
+    placement::Placement,
     recorder::Recorder,
 };
 
@@ -56,15 +57,17 @@ impl Recorder {
         self.experts = place;
     }
 
-    /// Records a mixture of experts on `x`. In a tensor-parallel group that holds the same tokens, each rank routes
-    /// its own range of them, so that no token is routed twice.
+    /// Records a mixture of experts on `x`. In training, each rank of a tensor-parallel group that holds the same tokens
+    /// routes its own range of them, so that no token is routed twice, and an all-to-all takes their rows to the experts. In
+    /// inference every rank routes all tokens and computes its experts, or its columns of them; an all-reduce adds the results.
+    /// So a step may have any number of tokens, and every weight is read by one rank.
     ///
     /// # Panics
     /// If `x` is not whole rows, or if the tokens or the experts do not divide evenly among the ranks.
     #[track_caller]
     pub fn mixture(&mut self, x: Value, mixture: &Mixture<'_>) -> Value {
         let Mixture { experts, intermediate_size, routing, bias, std, .. } = *mixture;
-        let x = self.shard_tokens(x);
+        let x = if self.replicates_routes() { x } else { self.shard_tokens(x) };
         let hidden = self.columns(x);
         let layer = |name, out_features| Linear { name, out_features, bias, std };
         let logits = self.linear(x, layer(mixture.router, experts));
@@ -78,6 +81,13 @@ impl Recorder {
             self.gated_of_experts(mixture.activation, [gate, up], tables.offsets, tables.expert_rows);
         let down = self.expert_linear((active, tables), layer(down, hidden), [experts, intermediate_size], 2);
         let y = self.combine(down, routes.weights, tables, x);
+        let y = self.reduce_partial(y);
         self.redistribute_to_stream(y)
+    }
+
+    /// Returns true if all ranks of the expert-parallel group route the same tokens: in inference, where that group is the
+    /// tensor-parallel one.
+    pub(crate) fn replicates_routes(&self) -> bool {
+        self.mode == Mode::Inference && self.stream() == Placement::Replicate
     }
 }

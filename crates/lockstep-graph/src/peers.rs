@@ -80,6 +80,24 @@ impl Peers<'_> {
         self.group.all_gather(rows, all, self.deadline())
     }
 
+    /// Sends `data` to rank `to`.
+    ///
+    /// # Errors
+    /// If a rank fails, or does not answer within `limit`.
+    #[track_caller]
+    pub fn send(&self, data: View<'_>, to: usize) -> Result<(), CommError> {
+        self.group.send(data, to, self.deadline())
+    }
+
+    /// Receives `data` from rank `from`.
+    ///
+    /// # Errors
+    /// If a rank fails, or does not answer within `limit`.
+    #[track_caller]
+    pub fn receive(&self, data: View<'_>, from: usize) -> Result<(), CommError> {
+        self.group.receive(data, from, self.deadline())
+    }
+
     /// All-to-all of equal blocks: sends block r of `sent` to rank r, and writes the received blocks in rank order.
     ///
     /// # Errors

@@ -5,10 +5,12 @@ use lockstep_tensor::{Buffer, PAGE_TOKENS, PagedCache, Queue, TensorError, View}
 
 use crate::{InferError, LoadedModel};
 
-/// The pages of all layers. Page `n` holds the same tokens of a sequence in every layer.
+/// The pages of this rank's layers. Page `n` holds the same tokens of a sequence in every layer, on every rank.
 pub(crate) struct PagePool {
-    /// Keys and values of each layer, `[pages, elements of a page]`.
+    /// Keys and values of this rank's heads in each of its layers, `[pages, elements of a page]`.
     layers: Vec<[Buffer; 2]>,
+    /// Index of the first of these layers in the model.
+    first_layer: usize,
     dtype: DType,
     page_elements: [usize; 2],
     pages: usize,
@@ -20,16 +22,19 @@ pub(crate) struct PagePool {
 
 impl PagePool {
     pub(crate) fn new(model: &LoadedModel, pages: usize) -> Result<Self, TensorError> {
-        let (config, dtype) = (&model.config, model.dtype);
-        let page_elements = model.queue.page_elements(dtype, config.num_key_value_heads(), config.head_dim());
+        let dtype = model.dtype;
+        let [heads, head_dim] = model.key_value_heads();
+        let page_elements = model.queue.page_elements(dtype, heads, head_dim);
         let buffer = |elements: usize| {
             model.arena.allocate(pages * elements * dtype.size_bytes(), MemoryCategory::Activations)
         };
-        let layers = (0..config.num_hidden_layers())
+        let layers = model
+            .layers()
             .map(|_| Ok([buffer(page_elements[0])?, buffer(page_elements[1])?]))
             .collect::<Result<_, TensorError>>()?;
         Ok(Self {
             layers,
+            first_layer: model.layers().start,
             dtype,
             page_elements,
             pages,
@@ -102,10 +107,17 @@ impl PagePool {
         Ok(pages)
     }
 
-    /// Returns the cache of a layer for a batch.
+    /// Returns the cache of a layer of the model for a batch.
+    ///
+    /// # Panics
+    /// If another rank runs the layer.
     pub(crate) fn layer<'a>(&'a self, layer: usize, batch: &BatchTables<'a>) -> PagedCache<'a> {
         let [keys, values] = [0, 1].map(|operand| {
-            self.layers[layer][operand].view(self.dtype, 0, [self.pages, self.page_elements[operand]])
+            self.layers[layer - self.first_layer][operand].view(
+                self.dtype,
+                0,
+                [self.pages, self.page_elements[operand]],
+            )
         });
         let BatchTables { row_starts, cached, pages } = *batch;
         PagedCache { keys, values, row_starts, cached, pages }

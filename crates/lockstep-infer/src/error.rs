@@ -125,6 +125,12 @@ pub enum InferError {
         /// Bytes of the weights whose device is the disk.
         needed_bytes: u64,
     },
+    /// A plan does not fit the model, or inference does not support it.
+    #[error("{}", problems.join("; "))]
+    Plan {
+        /// Everything that is wrong.
+        problems: Vec<String>,
+    },
     /// An option is out of range.
     #[error("{name} = {value}: allowed is {allowed}")]
     OutOfRange {

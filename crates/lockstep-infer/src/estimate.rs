@@ -8,6 +8,7 @@
 //! chunk.
 
 use lockstep_model::{HeadOutput, ModelConfig};
+use lockstep_plan::Places;
 
 use crate::{
     InferencePlan, Workload,
@@ -44,7 +45,8 @@ impl Estimate {
         let chunk = plan.chunk_tokens.min(context).max(1);
         let flops = |tokens: usize| {
             // A training step takes the operations of a forward three times.
-            record(config, plan.dtype(), [1, tokens], HeadOutput::Logits).training_flops() as f64 / 3.0
+            let recorded = record(config, plan.dtype(), [1, tokens], HeadOutput::Logits, Places::default());
+            recorded.training_flops() as f64 / 3.0
         };
         let pass = |weights: f64, cached: f64, flops: f64| {
             let from_disk = plan.read_bytes as f64 / rates.disk;

@@ -2,6 +2,7 @@
 
 use lockstep_data::{Dataset, MicroBatch};
 use lockstep_engine::{HostBatch, Runner};
+use lockstep_graph::Totals;
 use lockstep_model::HeadOutput;
 
 use crate::{InferError, LoadedModel, weights::RunnerWeights};
@@ -25,10 +26,10 @@ impl Evaluation {
     }
 }
 
-/// Returns the mean loss over every window of `data`. Each forward calls `advance` with its number of windows.
+/// Returns the mean loss over every window of `data`, on all ranks. Each forward calls `advance` with its number of windows.
 ///
 /// # Errors
-/// If memory runs out or a token file is damaged.
+/// If memory runs out, a token file is damaged, or another rank is lost.
 pub fn evaluate(
     model: &LoadedModel,
     data: &Dataset,
@@ -36,8 +37,10 @@ pub fn evaluate(
 ) -> Result<Evaluation, InferError> {
     let sequences = data.windows().min(EVALUATED_WINDOWS as u64);
     let recorded = model.record(sequences as usize, data.seq_len(), HeadOutput::Losses);
-    let mut runner = Runner::new(&recorded, &model.arena, 0)?;
+    let groups = model.ranks().groups();
+    let mut runner = Runner::for_evaluation(&recorded, &model.arena, groups.clone())?;
     let mut weights = RunnerWeights::new(&model.weights);
+    let has_head = model.stage().end == recorded.units();
     let mut batch = MicroBatch::default();
     let (mut loss, mut tokens) = (0.0, 0);
     for first in (0..data.windows()).step_by(sequences as usize) {
@@ -54,9 +57,15 @@ pub fn evaluate(
             inputs: &[],
         };
         runner.forward_from(&recorded, &*model.queue, &mut weights, &host)?;
-        loss += runner.loss_sum(&recorded);
+        // Ranks of other pipeline stages have no losses.
+        if has_head {
+            loss += runner.loss_sum(&recorded);
+        }
         tokens += batch.valid_tokens();
         advance(sequences);
     }
+    let mut own = Totals::default();
+    (own.sums[0], own.counts[0]) = (loss, tokens);
+    let loss = model.ranks().totals(own)?.sums[0];
     Ok(Evaluation { loss: loss / tokens as f64, tokens })
 }

@@ -17,6 +17,9 @@ use crate::{
 /// Recordings that are kept. A decoding batch has few sizes; those of the chunks of prompts vary.
 const KEPT_RECORDINGS: usize = 48;
 
+/// Least rows of a micro-batch, so that products are worth more than the reading of weights.
+const LEAST_MICRO_BATCH_ROWS: usize = 64;
+
 /// Programs and memory of forwards. Memory grows with the largest batch so far, and recordings are kept by size.
 pub(crate) struct Forward<'m> {
     model: &'m LoadedModel,
@@ -57,6 +60,7 @@ struct Sizes {
 }
 
 /// A sequence's part of a batch.
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Part<'a> {
     /// New tokens.
     pub(crate) ids: &'a [u32],
@@ -82,7 +86,9 @@ impl<'m> Forward<'m> {
         Ok(Self { model, in_place: model.weights.in_place(), recorded, constants, memory })
     }
 
-    /// Reads the new tokens of sequences, and writes the logits of those that want them to `logits`, one after the other.
+    /// Reads the new tokens of sequences, and writes the logits of those that want them to `logits`, one after the other, on all
+    /// ranks. In a pipeline, each rank passes the rows on to the next, a micro-batch at a time, and the last one sends the logits to
+    /// all.
     ///
     /// # Errors
     /// If memory runs out, or a collective fails.
@@ -92,57 +98,141 @@ impl<'m> Forward<'m> {
         pool: &PagePool,
         logits: &mut Vec<f32>,
     ) -> Result<(), InferError> {
-        let rows = parts.iter().map(|part| part.ids.len()).sum::<usize>();
-        let wanted = parts.iter().filter(|part| part.wants_logits).count();
-        self.prepare(rows, wanted, parts)?;
-        let Self { model, in_place, recorded, constants, memory } = self;
-        let tables = memory.write(parts, rows);
-        let programs = &recorded[&rows];
-        let head = programs.units() - 1;
-        let replay = Unit { model, constants, memory, in_place };
-        let output = |unit: usize| programs.program(unit).output(memory.frame(unit));
-        for unit in 0..head {
-            let cache = unit.checked_sub(1).map(|layer| pool.layer(layer, &tables));
-            replay.run(programs, unit, rows, unit.checked_sub(1).map(output), cache)?;
+        let pipeline = self.model.ranks().groups().pipeline_peers();
+        let micro_batches = micro_batches(parts, pipeline.map_or(1, |pipeline| pipeline.group.size()));
+        self.prepare(&micro_batches)?;
+        let mut wanted = 0;
+        for micro_batch in &micro_batches {
+            wanted += self.pass(micro_batch, pool, wanted)?;
         }
-        let vocabulary = model.config.vocab_size();
+        let vocabulary = self.model.config.vocab_size();
         logits.resize(wanted * vocabulary, 0.0);
-        if wanted == 0 {
-            return Ok(());
+        if wanted > 0 {
+            let computed = self.memory.logits.view().rows(0..wanted);
+            if let Some(pipeline) = pipeline {
+                pipeline.broadcast(computed, pipeline.group.size() - 1)?;
+            }
+            computed.read(logits).wait();
         }
-        let last = memory.gather_last_rows(model, output(head - 1), parts);
-        let programs = &recorded[&wanted];
-        replay.run(programs, head, wanted, Some(last), None)?;
-        let computed = programs.program(head).output(memory.frame(head));
-        let widened = memory.logits.view().rows(0..wanted);
-        model.queue.cast(computed.reshape([wanted, vocabulary]), widened);
-        widened.read(logits).wait();
         Ok(())
     }
 
-    /// Records the programs of a batch and of its head, and makes its memory large enough.
-    fn prepare(&mut self, rows: usize, wanted: usize, parts: &[Part<'_>]) -> Result<(), InferError> {
-        let sizes = [rows, wanted.max(1)];
-        let is_new = sizes.iter().any(|size| !self.recorded.contains_key(size));
-        if is_new && self.recorded.len() + sizes.len() > KEPT_RECORDINGS {
+    /// Runs this rank's units on a micro-batch. The last stage writes its logits from row `first` on. Returns their number.
+    fn pass(&self, parts: &[Part<'_>], pool: &PagePool, first: usize) -> Result<usize, InferError> {
+        let Self { model, in_place, recorded, constants, memory } = self;
+        let rows = rows_of(parts);
+        let tables = memory.write(parts, rows);
+        let programs = &recorded[&rows];
+        let (units, head) = (model.stage(), programs.units() - 1);
+        let pipeline = model.ranks().groups().pipeline_peers();
+        let replay = Unit { model, constants, memory, in_place };
+        let output = |unit: usize| programs.program(unit).output(memory.frame(unit));
+        // The output of the stage before is where it would be if this rank had computed it.
+        let input = |unit: usize| unit.checked_sub(1).map(output);
+        if let (Some(pipeline), Some(before)) = (pipeline, units.start.checked_sub(1)) {
+            pipeline.receive(output(before), pipeline.group.rank() - 1)?;
+        }
+        for unit in units.start..units.end.min(head) {
+            let cache = unit.checked_sub(1).map(|layer| pool.layer(layer, &tables));
+            replay.run(programs, unit, rows, input(unit), cache)?;
+        }
+        if let Some(pipeline) = pipeline.filter(|_| units.end <= head) {
+            pipeline.send(output(units.end - 1), pipeline.group.rank() + 1)?;
+        }
+        let wanted = wanted_of(parts);
+        if wanted > 0 && units.end > head {
+            let vocabulary = model.config.vocab_size();
+            let last = memory.gather_last_rows(model, output(head - 1), parts);
+            let programs = &recorded[&wanted];
+            replay.run(programs, head, wanted, Some(last), None)?;
+            let computed = programs.program(head).output(memory.frame(head));
+            let widened = memory.logits.view().rows(first..first + wanted);
+            model.queue.cast(computed.reshape([wanted, vocabulary]), widened);
+        }
+        Ok(wanted)
+    }
+
+    /// Records the programs of micro-batches and of their heads, and makes the memory large enough for each.
+    fn prepare(&mut self, micro_batches: &[Vec<Part<'_>>]) -> Result<(), InferError> {
+        let mut sizes =
+            Sizes { logits: micro_batches.iter().map(|parts| wanted_of(parts)).sum(), ..Sizes::default() };
+        let rows: Vec<[usize; 2]> =
+            micro_batches.iter().map(|parts| [rows_of(parts), wanted_of(parts).max(1)]).collect();
+        let is_new = rows.as_flattened().iter().any(|rows| !self.recorded.contains_key(rows));
+        if is_new && self.recorded.len() + 2 * rows.len() > KEPT_RECORDINGS {
             self.recorded.clear();
         }
-        for size in sizes {
-            let record = || self.model.record(1, size, HeadOutput::Logits);
-            self.recorded.entry(size).or_insert_with(record);
+        for (parts, of_parts) in micro_batches.iter().zip(rows) {
+            for rows in of_parts {
+                let record = || self.model.record(1, rows, HeadOutput::Logits);
+                self.recorded.entry(rows).or_insert_with(record);
+            }
+            let [blocks, head] = of_parts.map(|rows| &self.recorded[&rows]);
+            let [frame_bytes, workspace_bytes] = frame_and_workspace_bytes(blocks, head);
+            let pages = parts.iter().map(|part| part.pages.len()).max().unwrap_or(0);
+            sizes = sizes.max(Sizes {
+                frame_bytes,
+                workspace_bytes,
+                rows: of_parts[0],
+                logits: 0,
+                sequences: parts.len(),
+                pages: parts.len() * pages,
+            });
         }
-        let [frame_bytes, workspace_bytes] =
-            frame_and_workspace_bytes(&self.recorded[&sizes[0]], &self.recorded[&sizes[1]]);
-        let sizes = Sizes {
-            frame_bytes,
-            workspace_bytes,
-            rows,
-            logits: wanted,
-            sequences: parts.len(),
-            pages: parts.len() * parts.iter().map(|part| part.pages.len()).max().unwrap_or(0),
-        };
         self.memory.grow(self.model, sizes)?;
         Ok(())
+    }
+}
+
+/// Returns the number of new tokens.
+fn rows_of(parts: &[Part<'_>]) -> usize {
+    parts.iter().map(|part| part.ids.len()).sum()
+}
+
+/// Returns the number of sequences whose logits are wanted.
+fn wanted_of(parts: &[Part<'_>]) -> usize {
+    parts.iter().filter(|part| part.wants_logits).count()
+}
+
+/// Splits a batch into micro-batches for a pipeline of `stages` stages, which then compute at the same time. A batch of few rows is
+/// one: reading the weights takes most of its time, and each micro-batch reads them again.
+fn micro_batches<'a>(parts: &[Part<'a>], stages: usize) -> Vec<Vec<Part<'a>>> {
+    let rows = rows_of(parts);
+    let most = if stages > 1 { 2 * stages } else { 1 };
+    let rows_of_each = rows.div_ceil((rows / LEAST_MICRO_BATCH_ROWS).clamp(1, most));
+    let (mut micro_batches, mut room) = (vec![Vec::new()], rows_of_each);
+    for part in parts {
+        let mut part = *part;
+        while part.ids.len() > room {
+            let (ids, rest) = part.ids.split_at(room);
+            if room > 0 {
+                micro_batches.last_mut().expect("at least one").push(Part {
+                    ids,
+                    wants_logits: false,
+                    ..part
+                });
+            }
+            part = Part { ids: rest, cached: part.cached + ids.len(), ..part };
+            micro_batches.push(Vec::new());
+            room = rows_of_each;
+        }
+        room -= part.ids.len();
+        micro_batches.last_mut().expect("at least one").push(part);
+    }
+    micro_batches
+}
+
+impl Sizes {
+    /// Returns the larger one of each size.
+    fn max(self, other: Self) -> Self {
+        Self {
+            frame_bytes: self.frame_bytes.max(other.frame_bytes),
+            workspace_bytes: self.workspace_bytes.max(other.workspace_bytes),
+            rows: self.rows.max(other.rows),
+            logits: self.logits.max(other.logits),
+            sequences: self.sequences.max(other.sequences),
+            pages: self.pages.max(other.pages),
+        }
     }
 }
 
@@ -183,14 +273,7 @@ impl Memory {
     /// Makes every part at least as large as `sizes`. Contents are lost if anything grows.
     fn grow(&mut self, model: &LoadedModel, sizes: Sizes) -> Result<(), TensorError> {
         let held = self.sizes();
-        let larger = Sizes {
-            frame_bytes: held.frame_bytes.max(sizes.frame_bytes),
-            workspace_bytes: held.workspace_bytes.max(sizes.workspace_bytes),
-            rows: held.rows.max(sizes.rows),
-            logits: held.logits.max(sizes.logits),
-            sequences: held.sequences.max(sizes.sequences),
-            pages: held.pages.max(sizes.pages),
-        };
+        let larger = held.max(sizes);
         if larger != held {
             // The old memory is freed before the new one is allocated.
             *self = Self::new(model, Sizes::default())?;
@@ -277,11 +360,40 @@ impl Unit<'_> {
         let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
         let [ids, positions] = [&memory.ids, &memory.positions].map(|words| words.view().rows(0..rows));
         let batch = Inputs { constants, ..Inputs::new(ids, positions) };
-        programs.program(unit).forward(&Replay {
-            input,
-            cache,
-            ..Replay::new(&*model.queue, &parameters, batch, memory.frame(unit), &memory.workspace)
-        })?;
+        let frame = memory.frame(unit);
+        let replay = Replay::new(&*model.queue, &parameters, batch, frame, &memory.workspace);
+        let replay = model.ranks().groups().attach(replay);
+        programs.program(unit).forward(&Replay { input, cache, ..replay })?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn micro_batches_have_the_rows_of_a_batch_in_their_order() {
+        let ids: Vec<u32> = (0..300).collect();
+        let part = |range: std::ops::Range<usize>, cached| Part {
+            ids: &ids[range],
+            cached,
+            pages: &[],
+            wants_logits: true,
+        };
+        let parts = [part(0..1, 40), part(1..2, 7), part(2..202, 0), part(202..300, 5)];
+        assert_eq!(micro_batches(&parts, 1).len(), 1);
+        assert_eq!(micro_batches(&parts[..2], 2).len(), 1);
+        let split = micro_batches(&parts, 2);
+        assert_eq!(split.iter().map(|parts| rows_of(parts)).collect::<Vec<_>>(), [75, 75, 75, 75]);
+        let rows: Vec<u32> = split.iter().flatten().flat_map(|part| part.ids).copied().collect();
+        assert_eq!(rows, ids);
+        let of_third: Vec<_> =
+            split.iter().flatten().filter(|part| (2..202).contains(&part.ids[0])).collect();
+        let cached: Vec<usize> = of_third.iter().map(|part| part.cached).collect();
+        assert_eq!(cached, [0, 73, 148]);
+        let wants: Vec<bool> = of_third.iter().map(|part| part.wants_logits).collect();
+        assert_eq!(wants, [false, false, true]);
+        assert_eq!(split.iter().map(|parts| wanted_of(parts)).sum::<usize>(), 4);
     }
 }

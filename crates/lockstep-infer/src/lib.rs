@@ -5,6 +5,8 @@
 //! sequences at once, with a key-value cache in pages; a [`Scheduler`] generates many requests with it, and a [`Generator`] reads one
 //! sequence.
 //!
+//! Several ranks run one model under a plan of training ([`check_plan`]): each loads its shards, and all draw the same tokens.
+//!
 //! [`InferencePlan`] places the modules of a model under memory limits: in memory or on disk, from which they are read ahead
 //! of use.
 #![forbid(unsafe_code)]
@@ -22,10 +24,12 @@ mod generate;
 mod generation;
 mod held;
 mod loaded;
+mod parallel;
 mod placement_plan;
 mod run_memory;
 mod sample;
 mod scheduler;
+mod stored_weights;
 mod stream;
 mod unit_layout;
 mod weights;
@@ -40,6 +44,7 @@ pub use evaluate::{EVALUATED_WINDOWS, Evaluation, evaluate};
 pub use generate::Generator;
 pub use generation::GenerationConfig;
 pub use loaded::{LoadOptions, LoadedModel};
+pub use parallel::{PlannedWork, check_plan, plan_over};
 pub use placement_plan::{InferencePlan, MapChoice, PlanRequest, PredictedMemory};
 pub use run_memory::Workload;
 pub use sample::{Drawn, Sampler, Sampling, TokenLogprob};

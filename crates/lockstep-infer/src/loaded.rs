@@ -1,15 +1,19 @@
 //! A model in memory, ready to run the forward.
 
-use std::path::Path;
+use std::{ops::Range, path::Path};
 
-use lockstep_checkpoint::ModelDirectory;
+use lockstep_checkpoint::{ModelDirectory, WeightQuantization};
+use lockstep_comm::Group;
 use lockstep_data::Tokenizer;
+use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::{DType, MemoryBytes};
-use lockstep_tensor::{Arena, DiskTraffic, Queue, Summation};
+use lockstep_plan::{ContextPlace, DType, MemoryBytes, MemoryCategory, Places};
+use lockstep_tensor::{Arena, BlockActivations, DiskTraffic, Queue, Summation};
 
 use crate::{
-    GenerationConfig, InferError, InferencePlan, ModelDescription, placement_plan::CHUNK, run_memory::record,
+    GenerationConfig, InferError, InferencePlan, ModelDescription,
+    placement_plan::CHUNK,
+    run_memory::{kv_layer_bytes, record},
     weights::ModelWeights,
 };
 
@@ -20,9 +24,26 @@ pub struct LoadOptions {
     pub threads: usize,
     /// Type of weights and activations: f32, bf16 or f16; `None` takes that of most weights in the files.
     pub dtype: Option<DType>,
+    /// Type of the activations in products with quantized weights; `None` takes int8, but the activations' own type if that is
+    /// f32.
+    pub activations: Option<BlockActivations>,
+    /// Quantization of the matrices of linear layers that are stored as numbers; `None` leaves them.
+    pub quantize: Option<WeightQuantization>,
 }
 
-/// A model, and a queue to run it on.
+impl LoadOptions {
+    /// Returns the options of a model in the type of its files.
+    pub fn new(threads: usize) -> Self {
+        Self { threads, dtype: None, activations: None, quantize: None }
+    }
+
+    /// Returns the options with weights and activations in type `dtype`.
+    pub fn with_dtype(self, dtype: DType) -> Self {
+        Self { dtype: Some(dtype), ..self }
+    }
+}
+
+/// A model, or this rank's shards of one, and a queue to run it on.
 pub struct LoadedModel {
     pub(crate) config: ModelConfig,
     pub(crate) weights: ModelWeights,
@@ -30,6 +51,8 @@ pub struct LoadedModel {
     pub(crate) dtype: DType,
     pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
+    /// The ranks that run the model.
+    ranks: Ranks,
     /// Tokens of a prompt that are computed at once.
     pub(crate) chunk_tokens: usize,
     description: ModelDescription,
@@ -41,22 +64,51 @@ impl LoadedModel {
     /// # Errors
     /// If a file is missing, damaged or does not fit the model, the model is no causal language model, or memory runs out.
     pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
-        Self::load(&ModelDirectory::open(dir)?, LoadOptions { threads, dtype: None })
+        Self::load(&ModelDirectory::open(dir)?, LoadOptions::new(threads))
     }
 
-    /// Loads a model. Weights that are stored in the type that is asked for are used where they lie in their files; all others
-    /// are converted into memory.
+    /// Loads a model on one rank. Weights that are stored in the type that is asked for are used where they lie in their files; all
+    /// others are converted into memory.
     ///
     /// # Errors
     /// As for [`LoadedModel::open`].
     pub fn load(directory: &ModelDirectory, options: LoadOptions) -> Result<Self, InferError> {
+        Self::load_on(directory, options, Ranks::alone())
+    }
+
+    /// Loads this rank's shards of a model, as [`LoadedModel::load`] does. The plan of the ranks is one that
+    /// [`check_plan`](crate::check_plan) has checked. All ranks must then run the same requests in the same order.
+    ///
+    /// # Errors
+    /// As for [`LoadedModel::open`].
+    pub fn load_on(
+        directory: &ModelDirectory,
+        options: LoadOptions,
+        ranks: Ranks,
+    ) -> Result<Self, InferError> {
+        if options.quantize.is_some() && ranks.group().is_some() {
+            let problem = "quantization of weights as they are loaded is for one rank; `lockstep quantize` writes the model for several";
+            return Err(InferError::Plan { problems: vec![problem.to_owned()] });
+        }
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
-        let arena = Arena::new();
+        // Collectives read what they reduce where it lies.
+        let shared = |group: &Group| group.arena(&[MemoryCategory::Workspace]);
+        let arena = ranks.group().map_or_else(Arena::new, shared);
         let description = ModelDescription::of(directory)?;
-        let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits);
-        let weights = ModelWeights::load(directory, recorded.records(), dtype, &arena)?;
-        let queue = queue(&arena, options.threads)?;
-        Ok(Self::of(description, weights, (dtype, CHUNK), arena, queue))
+        // Ranks that share sequences have the same weights, and one token cannot be shared.
+        let places = Places { context: ContextPlace::default(), ..ranks.groups().places() };
+        let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits, places);
+        let stage = ranks.groups().stage(recorded.units());
+        let mut queue = queue(&arena, options.threads)?;
+        let int8 = if dtype == DType::F32 { BlockActivations::Float } else { BlockActivations::Int8 };
+        queue.set_block_activations(options.activations.unwrap_or(int8));
+        let records = (recorded.records(), stage);
+        let weights = ModelWeights::load(directory, records, (dtype, options.quantize), (&arena, &*queue))?;
+        if let Some(group) = ranks.group() {
+            // Collectives on one machine use the compute threads rather than a core of their own.
+            group.set_workers(queue.workers());
+        }
+        Ok(Self::of(description, weights, (dtype, CHUNK), (arena, queue), ranks))
     }
 
     /// Loads a model as a plan places it, on as many threads as the plan has: resident weights are read into memory, the others
@@ -70,18 +122,46 @@ impl LoadedModel {
         let (arena, dtype) = (Arena::new(), parts.dtype());
         let queue = queue(&arena, threads)?;
         let weights = ModelWeights::load_placed(directory, parts, (&resident, buffers), &arena, &*queue)?;
-        Ok(Self::of(ModelDescription::of(directory)?, weights, (dtype, chunk_tokens), arena, queue))
+        let description = ModelDescription::of(directory)?;
+        Ok(Self::of(description, weights, (dtype, chunk_tokens), (arena, queue), Ranks::alone()))
     }
 
     fn of(
         description: ModelDescription,
         weights: ModelWeights,
         (dtype, chunk_tokens): (DType, usize),
-        arena: Arena,
-        queue: Box<dyn Queue>,
+        (arena, queue): (Arena, Box<dyn Queue>),
+        ranks: Ranks,
     ) -> Self {
         let config = description.config().clone();
-        Self { config, weights, dtype, arena, queue, chunk_tokens, description }
+        Self { config, weights, dtype, arena, queue, ranks, chunk_tokens, description }
+    }
+
+    /// Returns the ranks that run the model, as this one sees them.
+    pub fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// Returns the units of the model that this rank runs: those of its pipeline stage.
+    pub(crate) fn stage(&self) -> Range<usize> {
+        self.ranks.groups().stage(self.config.num_hidden_layers() + 2)
+    }
+
+    /// Returns the layers that this rank runs, from 0.
+    pub(crate) fn layers(&self) -> Range<usize> {
+        let (units, layers) = (self.stage(), self.config.num_hidden_layers());
+        units.start.saturating_sub(1)..(units.end - 1).min(layers)
+    }
+
+    /// Returns the key/value heads of each layer on this rank, and their width. Ranks that outnumber the heads share them.
+    pub(crate) fn key_value_heads(&self) -> [usize; 2] {
+        let ranks = self.ranks.groups().tensor_place().ranks;
+        [self.config.num_key_value_heads().div_ceil(ranks), self.config.head_dim()]
+    }
+
+    /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
+    pub(crate) fn kv_cache_bytes(&self, context: usize) -> u64 {
+        self.layers().len() as u64 * kv_layer_bytes(self.dtype, self.key_value_heads(), context)
     }
 
     /// Returns the type of the weights and activations.
@@ -142,7 +222,8 @@ impl LoadedModel {
 
     /// Records the programs for `sequences` of `seq_len` tokens.
     pub(crate) fn record(&self, sequences: usize, seq_len: usize, output: HeadOutput) -> RecordedModel {
-        record(&self.config, self.dtype, [sequences, seq_len], output)
+        let places = self.ranks.groups().places();
+        record(&self.config, self.dtype, [sequences, seq_len], output, places)
     }
 }
 

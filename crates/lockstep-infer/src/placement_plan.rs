@@ -10,7 +10,7 @@ use lockstep_checkpoint::{ModelDirectory, OffloadedWeights};
 use lockstep_config::human;
 use lockstep_engine::EngineError;
 use lockstep_model::{HeadOutput, ModelConfig};
-use lockstep_plan::{DType, ParameterId, ParameterRecord};
+use lockstep_plan::{DType, ParameterId, ParameterRecord, Places};
 use lockstep_tensor::{DiskIo, Workers, host::available_memory_bytes};
 
 use crate::{
@@ -145,7 +145,7 @@ impl InferencePlan {
             return Err(InferError::DeviceMap { origin: "--max-memory".to_owned(), problems: gpus });
         }
         let config = causal_config(directory)?;
-        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits);
+        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits, Places::default());
         let mut parts = ModelParts::new(directory, &recorded, dtype);
         if let Some(dir) = &request.offload_dir {
             match OffloadedWeights::find(dir, directory, dtype, &parts.made_records())? {

@@ -1,9 +1,9 @@
 //! The memory of a run besides weights: caches of keys and values, activations and workspace, before anything is allocated.
 
 use lockstep_engine::Runner;
-use lockstep_graph::{BlockShape, Mode, Program, Recompute};
-use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::{DType, StageMemory, booked_bytes};
+use lockstep_graph::{BlockShape, Mode, Program, RecomputeRules, Statistics};
+use lockstep_model::{Flops, HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
+use lockstep_plan::{DType, Places, StageMemory, booked_bytes};
 use lockstep_tensor::{CpuLevel, PAGE_TOKENS, page_elements};
 
 /// Work that memory is planned for.
@@ -52,7 +52,7 @@ impl RunMemory {
                 Self { kv_cache: sequences as u64 * kv_cache_bytes(config, dtype, context), ..generation }
             }
             Workload::Evaluation { windows, seq_len } => {
-                let model = record(config, dtype, [windows, seq_len], HeadOutput::Losses);
+                let model = record(config, dtype, [windows, seq_len], HeadOutput::Losses, Places::default());
                 let stages = [StageMemory::whole(model.units())];
                 let activations = Runner::predicted_activation_bytes(&model) as u64;
                 Self { kv_cache: 0, activations, workspace: model.profile().workspace_bytes(&stages) as u64 }
@@ -72,8 +72,8 @@ impl RunMemory {
         (chunk, context): (usize, usize),
     ) -> Self {
         let rows = chunk.min(sequences * context).max(sequences);
-        let [blocks, head] =
-            [rows, sequences].map(|rows| record(config, dtype, [1, rows], HeadOutput::Logits));
+        let [blocks, head] = [rows, sequences]
+            .map(|rows| record(config, dtype, [1, rows], HeadOutput::Logits, Places::default()));
         let [frame, workspace] = frame_and_workspace_bytes(&blocks, &head);
         let words = |count: usize| booked_bytes(count * DType::U32.size_bytes());
         let logits = sequences * config.vocab_size() * DType::F32.size_bytes();
@@ -91,10 +91,15 @@ impl RunMemory {
 
 /// Returns the bytes of the cached keys and values of one sequence of `context` tokens: whole pages.
 pub(crate) fn kv_cache_bytes(config: &ModelConfig, dtype: DType, context: usize) -> u64 {
-    let (heads, head_dim) = (config.num_key_value_heads(), config.head_dim());
+    let layers = config.num_hidden_layers();
+    layers as u64 * kv_layer_bytes(dtype, [config.num_key_value_heads(), config.head_dim()], context)
+}
+
+/// Returns the bytes of the cached keys and values of one sequence in one layer of `heads` heads of `head_dim` elements.
+pub(crate) fn kv_layer_bytes(dtype: DType, [heads, head_dim]: [usize; 2], context: usize) -> u64 {
     let elements = page_elements(CpuLevel::detect(), dtype, heads, head_dim);
     let page: usize = elements.iter().map(|elements| elements * dtype.size_bytes()).sum();
-    (config.num_hidden_layers() * context.div_ceil(PAGE_TOKENS) * page) as u64
+    (context.div_ceil(PAGE_TOKENS) * page) as u64
 }
 
 /// Returns the bytes of a frame and of the workspace in which the embedding and the blocks of `blocks` and the head of `head` run.
@@ -106,13 +111,19 @@ pub(crate) fn frame_and_workspace_bytes(blocks: &RecordedModel, head: &RecordedM
     [most(Program::frame_bytes), most(Program::workspace_bytes)]
 }
 
-/// Records the programs of a model for `sequences` of `seq_len` tokens.
+/// Records the programs of a model for `sequences` of `seq_len` tokens, as the rank at `places` runs them.
 pub(crate) fn record(
     config: &ModelConfig,
     dtype: DType,
     [sequences, seq_len]: [usize; 2],
-    output: HeadOutput,
+    head_output: HeadOutput,
+    places: Places,
 ) -> RecordedModel {
+    let (mode, recompute) = (Mode::Inference, RecomputeRules::default());
     let shape = BlockShape { sequences, seq_len, dtype };
-    RecordedModel::new(config, Mode::Inference, shape, Recompute::None, output)
+    let statistics = Statistics::of(mode);
+    let options = RecordingOptions { mode, shape, recompute, head_output, statistics, places };
+    // The operations of all ranks are counted by recording the model for one rank; estimates ask for that alone.
+    let flops = (places != Places::default()).then(Flops::default);
+    RecordedModel::tuned_with_flops(config, &Tuning::default(), options, flops)
 }

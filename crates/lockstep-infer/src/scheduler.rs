@@ -7,10 +7,7 @@ use std::{collections::VecDeque, ops::ControlFlow};
 
 use lockstep_tensor::{PAGE_TOKENS, host::available_memory_bytes};
 
-use crate::{
-    Batch, Drawn, InferError, LoadedModel, NewTokens, Sampler, Sampling, SequenceId,
-    run_memory::kv_cache_bytes,
-};
+use crate::{Batch, Drawn, InferError, LoadedModel, NewTokens, Sampler, Sampling, SequenceId};
 
 /// Limits of a [`Scheduler`].
 #[derive(Debug, Clone, Copy)]
@@ -115,10 +112,10 @@ impl<'m> Scheduler<'m> {
     }
 
     /// Returns the tokens of a cache in which the `max_sequences` longest of `requests` have room at once, as far as they take less
-    /// than half of the available memory; at least what the longest needs.
+    /// than half of the available memory; at least what the longest needs. All ranks get the same number.
     ///
     /// # Errors
-    /// If a prompt is empty, or its tokens exceed the model's positions and none are kept.
+    /// If a prompt is empty, or its tokens exceed the model's positions and none are kept; if another rank is lost.
     pub fn cache_tokens(
         model: &LoadedModel,
         requests: &[Request],
@@ -130,8 +127,9 @@ impl<'m> Scheduler<'m> {
         tokens.sort_unstable_by(|a, b| b.cmp(a));
         let longest = tokens.first().copied().unwrap_or(0);
         let wanted = tokens.iter().take(max_sequences).sum();
-        let page_bytes = kv_cache_bytes(&model.config, model.dtype, PAGE_TOKENS);
+        let page_bytes = model.kv_cache_bytes(PAGE_TOKENS) * model.ranks().size() as u64;
         let pages = available_memory_bytes().unwrap_or(u64::MAX) / 2 / page_bytes.max(1);
+        let pages = model.ranks().all_numbers(pages)?.into_iter().min().unwrap_or(pages);
         let affordable = usize::try_from(pages).unwrap_or(usize::MAX).saturating_mul(PAGE_TOKENS);
         Ok(affordable.max(longest).min(wanted))
     }

@@ -1,24 +1,32 @@
 //! Weights in the type of the model's files. Without a memory limit, a tensor that the model reads as it is stored stays in the
-//! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory.
-//! Quantized matrices stay quantized, whatever the type of the other weights. With a limit, weights are read into memory or streamed
+//! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory. Of a
+//! parameter that is sharded over ranks, each maps or copies its own bytes alone.
+//! Quantized matrices stay quantized, whatever the type of the other weights: in the mapped file, or repacked into blocks. With a limit,
+//! weights are read into memory or streamed
 //! ([`HeldUnits`]), and quantized ones are decoded.
 
 use std::{
+    borrow::Cow,
     cell::{Ref, RefCell},
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
+    ops::Range,
     path::Path,
 };
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
-use lockstep_checkpoint::{CheckpointError, ModelDirectory, RowOrder, StoredParameter, gguf::StoredElements};
+use lockstep_checkpoint::{
+    CheckpointError, ModelDirectory, RowOrder, StoredParameter, WeightQuantization, encode_blocks,
+    gguf::StoredElements, is_quantizable,
+};
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
-use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, BlockMatrix, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, Tensor, View};
+use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_tensor::{Arena, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
 
 use crate::{
     InferError,
     device_map::{ModelParts, WeightPlace},
     held::HeldUnits,
+    stored_weights::{Source, StoredPlace, StoredShard, byte_ranges, cast_pieces, copy},
     unit_layout::UnitLayout,
 };
 
@@ -27,31 +35,15 @@ pub(crate) struct ModelWeights {
     /// The parameters that are converted into memory.
     pub(crate) converted: StateStore,
     files: Vec<MappedTensors>,
-    /// Quantized parameters whose rows are stored in another order than the model's.
-    reordered: Vec<Tensor>,
+    /// Parameters that are copied as they are stored: shards that are not contiguous in their files, and quantized matrices whose
+    /// rows are stored in another order than the model's.
+    copied: Vec<Buffer>,
     /// Places of the parameters that stay as they are stored, by [`ParameterId`].
     stored: Vec<Option<StoredPlace>>,
     /// Bytes of the parameters in files, tied ones once.
     pub(crate) in_place_bytes: usize,
     /// Resident and streamed weights; `None` without a memory limit.
     held: Option<RefCell<HeldUnits>>,
-}
-
-/// Place of a parameter that stays as it is stored.
-#[derive(Debug, Clone, Copy)]
-struct StoredPlace {
-    source: Source,
-    stored: StoredElements,
-    shape: Shape,
-}
-
-/// Memory of a stored parameter.
-#[derive(Debug, Clone, Copy)]
-enum Source {
-    /// A file, and the byte of the first element.
-    File { file: usize, offset: usize },
-    /// Index among the reordered parameters.
-    Reordered(usize),
 }
 
 /// Mapped files by path.
@@ -72,43 +64,84 @@ impl<'p> Files<'p> {
         self.numbers.insert(path, self.files.len() - 1);
         Ok(self.files.len() - 1)
     }
+
+    /// Returns a file that [`Files::index`] has mapped.
+    fn map(&self, path: &Path) -> &MappedTensors {
+        &self.files[self.numbers[path]]
+    }
 }
 
 impl ModelWeights {
-    /// Loads the weights of `records` in type `dtype`.
+    /// Loads the shards of `records` that the units of this rank's `stage` read, in type `dtype`, or whole matrices of linear layers
+    /// quantized if that is asked for.
     ///
     /// # Errors
     /// If a file is damaged or cannot be mapped, or memory runs out.
     pub(crate) fn load(
         directory: &ModelDirectory,
-        records: &[ParameterRecord],
-        dtype: DType,
-        arena: &Arena,
+        (records, stage): (&[ParameterRecord], Range<usize>),
+        (dtype, quantization): (DType, Option<WeightQuantization>),
+        (arena, kernels): (&Arena, &dyn Kernels),
     ) -> Result<Self, InferError> {
-        let ids: HashMap<&str, usize> =
-            records.iter().enumerate().map(|(id, record)| (record.name.as_str(), id)).collect();
-        let (mut files, mut reordered) = (Files::default(), Vec::new());
+        let is_read = read_by(records, stage);
+        let ids: HashMap<&str, usize> = records
+            .iter()
+            .enumerate()
+            .filter(|(id, record)| is_read[*id] && record.tie.is_none())
+            .map(|(id, record)| (record.name.as_str(), id))
+            .collect();
+        let (mut files, mut copied) = (Files::default(), Vec::new());
         let mut stored: Vec<Option<StoredPlace>> = vec![None; records.len()];
         let parameters = directory.stored_parameters();
         for parameter in &parameters {
             let Some(&id) = ids.get(parameter.name) else { continue };
-            let shape = Shape::from(records[id].shape.as_slice());
-            if parameter.elements == shape.elements() && stays_stored(parameter, dtype, shape) {
+            let shard = StoredShard { parameter, record: &records[id] };
+            if shard.stays_stored(dtype) {
                 let file = files.index(parameter.file)?;
-                stored[id] = place(parameter, shape, (file, &files.files[file]), &mut reordered, arena)?;
+                stored[id] = shard.place((file, &files.files[file]), &mut copied, arena)?;
             }
         }
-        let is_converted: Vec<bool> = stored.iter().map(Option::is_none).collect();
-        let converted = convert(directory, records, &is_converted, dtype, arena)?;
+        for parameter in directory.packed_parameters() {
+            let Some(&id) = ids.get(parameter.name) else { continue };
+            let (packed, record) = (StoredElements::Blocks(parameter.format), &records[id]);
+            let ranges = byte_ranges(packed, RowOrder::Same, record);
+            let Some(ranges) = ranges.filter(|_| record.shape == parameter.shape) else { continue };
+            let mut blocks = vec![0; parameter.bytes()];
+            parameter.pack(&mut blocks)?;
+            let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
+            stored[id] = Some(copy(&pieces, (packed, record), &mut copied, arena)?);
+        }
+        if let Some(quantization) = quantization {
+            quantize(directory, records, quantization, (&mut stored, &mut copied), arena)?;
+        }
+        let mut is_converted: Vec<bool> =
+            stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
+        let category = MemoryCategory::Parameters;
+        let converted =
+            StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
+        let (stored_pieces, mut sources) = (directory.stored_pieces(), Files::default());
+        let mut pieces: BTreeMap<usize, Vec<&StoredParameter<'_>>> = BTreeMap::new();
+        for piece in &stored_pieces {
+            if let Some(&id) = ids.get(piece.name).filter(|id| is_converted[**id]) {
+                sources.index(piece.file)?;
+                pieces.entry(id).or_default().push(piece);
+            }
+        }
+        for (id, pieces) in pieces {
+            let store = converted.view(ParameterId(id));
+            let map_of = |piece: &StoredParameter<'_>| sources.map(piece.file);
+            is_converted[id] = !cast_pieces(&pieces, &records[id], map_of, store, kernels);
+        }
+        convert(directory, records, &is_converted, &converted)?;
         let in_files = stored.iter().flatten().filter(|place| matches!(place.source, Source::File { .. }));
         let in_place_bytes = in_files.map(StoredPlace::bytes).sum();
         for (id, record) in records.iter().enumerate() {
             if let Some(table) = record.tie {
-                stored[id] = stored[table.0]
-                    .map(|place| StoredPlace { shape: Shape::from(record.shape.as_slice()), ..place });
+                let shape = Shape::from(record.local_shape().as_slice());
+                stored[id] = stored[table.0].map(|place| StoredPlace { shape, ..place });
             }
         }
-        Ok(Self { converted, files: files.files, reordered, stored, in_place_bytes, held: None })
+        Ok(Self { converted, files: files.files, copied, stored, in_place_bytes, held: None })
     }
 
     /// Loads the weights of a model, of which `resident` says for each parameter whether it stays in memory. Those of the
@@ -134,14 +167,17 @@ impl ModelWeights {
             is_made.iter().zip(resident).all(|(is_made, is_resident)| *is_resident || !is_made),
             "only weights that are stored as they are used are on disk"
         );
-        let converted = convert(directory, &parts.records, &is_made, dtype, arena)?;
+        let category = MemoryCategory::Parameters;
+        let converted =
+            StateStore::zeros_of_selected(arena, &parts.records, |id| is_made[id], dtype, category)?;
+        convert(directory, &parts.records, &is_made, &converted)?;
         let (files, stored) = Self::map_tables(&parts, resident)?;
         let in_place_bytes =
             stored.iter().flatten().map(|place| place.shape.elements() * dtype.size_bytes()).sum();
         let layouts = UnitLayout::of_units(&parts, resident);
         let held = HeldUnits::load(parts, layouts, buffers, arena, kernels)?;
         let held = Some(RefCell::new(held));
-        Ok(Self { converted, files, reordered: Vec::new(), stored, in_place_bytes, held })
+        Ok(Self { converted, files, copied: Vec::new(), stored, in_place_bytes, held })
     }
 
     /// Maps the files of the tables that are not resident.
@@ -198,8 +234,8 @@ impl ModelWeights {
 
     /// Returns the bytes of the parameters in memory.
     pub(crate) fn converted_bytes(&self) -> usize {
-        let reordered: usize = self.reordered.iter().map(|tensor| tensor.view().elements()).sum();
-        self.converted.len_bytes() + reordered
+        let copied: usize = self.copied.iter().map(Buffer::len_bytes).sum();
+        self.converted.len_bytes() + copied
     }
 
     /// Returns the parameters that stay as they are stored, by [`ParameterId`].
@@ -210,7 +246,7 @@ impl ModelWeights {
     fn matrix(&self, place: &StoredPlace) -> Option<Matrix<'_>> {
         let bytes = |dtype, shape: Shape| match place.source {
             Source::File { file, offset } => self.files[file].view(dtype, offset, shape),
-            Source::Reordered(index) => Some(self.reordered[index].view()),
+            Source::Copied(index) => Some(self.copied[index].view(dtype, 0, shape)),
         };
         match place.stored {
             StoredElements::Dense(dtype) => bytes(dtype, place.shape).map(Matrix::Dense),
@@ -222,24 +258,56 @@ impl ModelWeights {
     }
 }
 
-impl StoredPlace {
-    /// Returns the bytes of the elements.
-    fn bytes(&self) -> usize {
-        let (rows, columns) = self.shape.as_matrix();
-        self.stored.row_bytes(columns).map_or(0, |row| row * rows)
+/// Returns the elements of a parameter that the rank holds.
+fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
+    let mut ranges = record.share.element_ranges(&record.shape).map(|(first, len)| first..first + len);
+    match (ranges.next(), ranges.next()) {
+        (Some(range), None) => Cow::Borrowed(&values[range]),
+        _ => {
+            let ranges = record.share.element_ranges(&record.shape);
+            Cow::Owned(ranges.flat_map(|(first, len)| &values[first..first + len]).copied().collect())
+        }
     }
 }
 
-/// Reads parameters into memory in type `dtype`: those that `is_converted` is true for.
+/// Quantizes the matrices of linear layers that are numbers, one at a time.
+fn quantize(
+    directory: &ModelDirectory,
+    records: &[ParameterRecord],
+    quantization: WeightQuantization,
+    (stored, copied): (&mut [Option<StoredPlace>], &mut Vec<Buffer>),
+    arena: &Arena,
+) -> Result<(), InferError> {
+    let mut formats: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
+    for (id, record) in records.iter().enumerate() {
+        let is_number = stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)));
+        if record.tie.is_none()
+            && is_number
+            && is_quantizable(&record.name, &record.shape)
+            && let Some(format) = quantization.format(record.shape[1])
+        {
+            formats.insert(record.name.as_str(), (id, format));
+        }
+    }
+    directory.for_each_selected(
+        |name| formats.contains_key(name),
+        |name, values| -> Result<(), InferError> {
+            let (id, format) = formats[name];
+            let blocks = encode_blocks(format, values);
+            let place = (StoredElements::Blocks(format), &records[id]);
+            stored[id] = Some(copy(&[&blocks], place, copied, arena)?);
+            Ok(())
+        },
+    )
+}
+
+/// Reads this rank's shards of parameters into `store`: those that `is_converted` is true for.
 fn convert(
     directory: &ModelDirectory,
     records: &[ParameterRecord],
     is_converted: &[bool],
-    dtype: DType,
-    arena: &Arena,
-) -> Result<StateStore, InferError> {
-    let category = MemoryCategory::Parameters;
-    let store = StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
+    store: &StateStore,
+) -> Result<(), InferError> {
     let converted = records.iter().enumerate().filter(|(id, _)| is_converted[*id]);
     let ids: HashMap<&str, ParameterId> =
         converted.map(|(id, record)| (record.name.as_str(), ParameterId(id))).collect();
@@ -247,49 +315,23 @@ fn convert(
         directory.for_each_selected(
             |name| ids.contains_key(name),
             |name, values| -> Result<(), CheckpointError> {
-                write(store.view(ids[name]), values);
+                write(store.view(ids[name]), &local(&records[ids[name].0], values));
                 Ok(())
             },
         )?;
     }
-    Ok(store)
+    Ok(())
 }
 
-/// Returns true if the kernels of a model of type `dtype` read a parameter as it is stored.
-fn stays_stored(parameter: &StoredParameter<'_>, dtype: DType, shape: Shape) -> bool {
-    match parameter.stored {
-        StoredElements::Dense(stored) => stored == dtype && parameter.order == RowOrder::Same,
-        StoredElements::Blocks(_) => shape.dims().len() == 2,
-    }
-}
-
-/// Returns the place of a parameter; `None` if it is not aligned to its elements. One with rows in another order is copied.
-fn place(
-    parameter: &StoredParameter<'_>,
-    shape: Shape,
-    (file, map): (usize, &MappedTensors),
-    reordered: &mut Vec<Tensor>,
-    arena: &Arena,
-) -> Result<Option<StoredPlace>, InferError> {
-    let (stored, offset) = (parameter.stored, parameter.offset);
-    let mut place = StoredPlace { source: Source::File { file, offset }, stored, shape };
-    let view = match stored {
-        StoredElements::Dense(dtype) => map.view(dtype, offset, shape),
-        StoredElements::Blocks(_) => map.view(DType::U8, offset, [place.bytes()]),
-    };
-    let Some(view) = view else { return Ok(None) };
-    if parameter.order != RowOrder::Same {
-        let rows = shape.as_matrix().0;
-        let row_bytes = place.bytes() / rows.max(1);
-        let (bytes, mut ordered) = (view.to_vec::<u8>(), vec![0; place.bytes()]);
-        for (row, ordered) in ordered.chunks_exact_mut(row_bytes.max(1)).enumerate() {
-            ordered.copy_from_slice(&bytes[parameter.order.stored_row(row) * row_bytes..][..row_bytes]);
+/// Returns for each parameter whether a unit of `stage` reads it, a tied one through the parameter that owns its weights.
+fn read_by(records: &[ParameterRecord], stage: Range<usize>) -> Vec<bool> {
+    let mut is_read: Vec<bool> = records.iter().map(|record| stage.contains(&record.unit)).collect();
+    for (id, record) in records.iter().enumerate() {
+        if let Some(owner) = record.tie.filter(|_| is_read[id]) {
+            is_read[owner.0] = true;
         }
-        let category = MemoryCategory::Parameters;
-        reordered.push(Tensor::from_slice(arena, [ordered.len()], &ordered, category)?);
-        place.source = Source::Reordered(reordered.len() - 1);
     }
-    Ok(Some(place))
+    is_read
 }
 
 /// Weights of a model as a runner asks for them.

@@ -1,6 +1,7 @@
 //! Reading token by token through the key-value cache gives the logits that transformers computes for the whole sequence at once.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
+mod common;
 mod gguf;
 
 use std::{
@@ -18,6 +19,9 @@ use lockstep_tensor::PAGE_TOKENS;
 
 #[path = "cache/placed.rs"]
 mod placed;
+
+#[path = "cache/quantized.rs"]
+mod quantized;
 
 const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;
@@ -152,7 +156,7 @@ fn chunks_of_long_prompts_change_no_bit() {
         for dtype in [DType::F32, DType::BF16] {
             let directory = ModelDirectory::open(dir.path()).unwrap();
             let [one, two] = [1, 2].map(|threads| {
-                LoadedModel::load(&directory, LoadOptions { threads, dtype: Some(dtype) }).unwrap()
+                LoadedModel::load(&directory, LoadOptions::new(threads).with_dtype(dtype)).unwrap()
             });
             let whole = logits_of(&one, &ids, LONG);
             let chunks = [(&one, 1), (&one, 33), (&two, 64), (&two, LONG), (&two, 3)];
@@ -167,7 +171,7 @@ fn weights_can_be_widened_to_another_type() {
     let out = dir.path().join("model");
     ModelDirectory::open(&fixture("llama")).unwrap().export_hf(DType::BF16, &out).unwrap();
     let directory = ModelDirectory::open(&out).unwrap();
-    let model = LoadedModel::load(&directory, LoadOptions { threads: 1, dtype: Some(DType::F32) }).unwrap();
+    let model = LoadedModel::load(&directory, LoadOptions::new(1).with_dtype(DType::F32)).unwrap();
     assert_eq!((model.dtype(), model.weight_bytes()[0]), (DType::F32, 0));
 }
 
@@ -257,8 +261,7 @@ fn a_request_has_the_same_bits_alone_and_in_any_batch() {
         let (ids, _) = expected(family);
         let directory = ModelDirectory::open(&fixture(family)).unwrap();
         for dtype in [DType::BF16, DType::F16] {
-            let model =
-                LoadedModel::load(&directory, LoadOptions { threads: 2, dtype: Some(dtype) }).unwrap();
+            let model = LoadedModel::load(&directory, LoadOptions::new(2).with_dtype(dtype)).unwrap();
             assert_batches_change_nothing(&[&model], &ids, &format!("{family} {dtype}"));
         }
     }

@@ -7,8 +7,8 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{BlockFormat, DType, MemoryCategory};
 use lockstep_tensor::{
-    Arena, BlockGemm, BlockKernels, BlockMatrix, CopyKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, Queue,
-    Summation, Tensor, Write,
+    Arena, BlockActivations, BlockGemm, BlockKernels, BlockMatrix, CopyKernels, CpuQueue, Gemm, GemmKernels,
+    GemmLayout, Queue, Summation, Tensor, Write,
 };
 
 const THREADS: usize = 2;
@@ -124,7 +124,12 @@ fn quantized_weights(criterion: &mut Criterion) {
             let mut group = criterion.benchmark_group(name);
             group.throughput(Throughput::Bytes(bytes.view().elements() as u64));
             let gemm = BlockGemm { a: x.view(), b, c: y.view(), bias: None };
-            group.bench_function("block_gemm", |bencher| bencher.iter(|| queue.block_gemm(gemm)));
+            for activations in [BlockActivations::Float, BlockActivations::Int8] {
+                queue.set_block_activations(activations);
+                group.bench_function(format!("{activations:?}"), |bencher| {
+                    bencher.iter(|| queue.block_gemm(gemm));
+                });
+            }
             group.finish();
         }
     }

@@ -2,7 +2,7 @@
 
 use lockstep_plan::DType;
 
-use crate::{CpuLevel, Event, F32Products, Kernels, Summation, Workers};
+use crate::{BlockActivations, CpuLevel, Event, F32Products, Kernels, Summation, Workers};
 
 /// A queue of a device: kernels run in the order in which they are called.
 pub trait Queue: Kernels {
@@ -28,6 +28,9 @@ pub trait Queue: Kernels {
 
     /// Sets the order of additions of linear layers' products and of attention.
     fn set_summation(&mut self, summation: Summation);
+
+    /// Sets the type of the activations in products with quantized weights.
+    fn set_block_activations(&mut self, activations: BlockActivations);
 
     /// Returns the elements of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens.
     fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2];

@@ -53,7 +53,22 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// Fuzz targets, one for each parser of input that others may have written.
-pub const TARGETS: [Target; 24] = [
+pub const TARGETS: [Target; 25] = [
+    Target {
+        name: "quantized_model",
+        parse: targets::quantized_model,
+        seeds: seeds::quantized,
+        words: &[
+            "quant_method",
+            "group_size",
+            "weight_block_size",
+            "\"bits\":8",
+            "-1",
+            "qweight",
+            "weight_scale",
+            "[1048576,1]",
+        ],
+    },
     Target {
         name: "gguf_file",
         parse: targets::gguf_file,

@@ -56,6 +56,34 @@ pub fn gguf() -> Vec<Vec<u8>> {
     vec![begin(0, 0), file]
 }
 
+/// Returns quantized models: a line with the `quantization_config`, and the file of tensors.
+pub fn quantized() -> Vec<Vec<u8>> {
+    macro_rules! seed {
+        ($name:literal) => {{
+            let config = include_str!(concat!("../../../tests/fixtures/quantized/", $name, "/config.json"));
+            let file =
+                include_bytes!(concat!("../../../tests/fixtures/quantized/", $name, "/model.safetensors"));
+            let mut config: serde_json::Value = serde_json::from_str(config).unwrap_or_default();
+            let mut bytes = config["quantization_config"].take().to_string().into_bytes();
+            bytes.push(b'\n');
+            bytes.extend(file);
+            bytes
+        }};
+    }
+    vec![
+        seed!("gptq"),
+        seed!("gptq_act_order"),
+        seed!("awq"),
+        seed!("packed_asymmetric"),
+        seed!("int8_channels"),
+        seed!("llm_int8"),
+        seed!("fp8_blocks"),
+        seed!("fp8_channels"),
+        seed!("nf4_nested"),
+        seed!("mxfp4"),
+    ]
+}
+
 /// Returns frames as ranks exchange them.
 pub fn frames() -> Vec<Vec<u8>> {
     vec![Vec::new(), lockstep_comm::sample_frames()]

@@ -1,12 +1,12 @@
 //! Bodies of the fuzz targets: each parses its input and asserts properties of accepted inputs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::Path;
 
 use lockstep_checkpoint::gguf::parse_gguf;
 use lockstep_checkpoint::safetensors::parse_header;
-use lockstep_checkpoint::{Digest, Manifest, parse_adapter_config};
+use lockstep_checkpoint::{CheckpointError, Digest, Manifest, ModelDirectory, parse_adapter_config};
 use lockstep_config::RunConfig;
 use lockstep_data::{
     ChatTemplate, Document, IndexHeader, TextOptions, TokenFileHeader, Tokenizer, parse_json_line,
@@ -161,6 +161,50 @@ pub fn index_header(bytes: &[u8]) -> Verdict {
         );
     }
     (&header).into()
+}
+
+/// Opens a small Llama whose `quantization_config` is the first line of the input, and whose tensors are the rest, and reads all of its
+/// weights. Repacked ones must have the values of the decoded ones.
+///
+/// # Panics
+/// If a repacked weight differs by more than a rounding.
+pub fn quantized_model(bytes: &[u8]) -> Verdict {
+    let end = bytes.iter().position(|&byte| byte == b'\n').unwrap_or(bytes.len());
+    let (quantization, tensors) = (&bytes[..end], bytes.get(end + 1..).unwrap_or_default());
+    let (Ok(quantization), Ok(dir)) = (serde_json::from_slice::<Value>(quantization), tempfile::tempdir())
+    else {
+        return Verdict::Refused;
+    };
+    let config = serde_json::json!({
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64,
+        "tie_word_embeddings": false, "bos_token_id": null, "eos_token_id": null, "quantization_config": quantization,
+    });
+    let written = std::fs::write(dir.path().join("config.json"), config.to_string());
+    if written.and_then(|()| std::fs::write(dir.path().join("model.safetensors"), tensors)).is_err() {
+        return Verdict::Refused;
+    }
+    let read = || -> Result<(), CheckpointError> {
+        let model = ModelDirectory::open(dir.path())?;
+        let mut decoded = BTreeMap::new();
+        model.for_each_parameter(|name, values| -> Result<(), CheckpointError> {
+            decoded.insert(name.to_owned(), values.to_vec());
+            Ok(())
+        })?;
+        for parameter in model.packed_parameters() {
+            let mut blocks = vec![0; parameter.bytes()];
+            parameter.pack(&mut blocks)?;
+            let mut values = vec![0.0; parameter.shape.iter().product()];
+            parameter.format.dequantize(&blocks, &mut values);
+            for (found, expected) in values.iter().zip(&decoded[parameter.name]) {
+                // Factors beyond the range of f32 differ in the order of products.
+                let is_near = (found - expected).abs() <= 2.0 * f32::EPSILON * expected.abs();
+                assert!(is_near || !found.is_normal() || !expected.is_normal(), "{found} for {expected}");
+            }
+        }
+        Ok(())
+    };
+    (&read()).into()
 }
 
 /// Parses frames from another rank's socket, as they are and with corrected checksums.

@@ -38,6 +38,11 @@ fn tensors_of_any_gguf_file_lie_in_it_or_it_is_refused() {
 }
 
 #[test]
+fn any_quantized_model_is_repacked_with_its_own_values_or_refused() {
+    survives("quantized_model", 4_000);
+}
+
+#[test]
 fn any_safetensors_file_is_tiled_or_refused() {
     survives("safetensors_header", 20_000);
 }

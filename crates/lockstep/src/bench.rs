@@ -35,7 +35,7 @@ pub(crate) enum Command {
     /// Time training steps on random tokens
     Step(StepArguments),
     /// Time a prompt and the tokens after it, on random token ids
-    Generate(bench_generate::Arguments),
+    Generate(Box<bench_generate::Arguments>),
     /// Time the matrix products of a transformer
     Gemm(GemmArguments),
     /// Time collectives between ranks of this machine, in the manner of nccl-tests

@@ -1,10 +1,12 @@
 //! `lockstep bench generate`: the times of a prompt and of the tokens after it, on random token ids.
 
-use std::{process::ExitCode, time::Instant};
+use std::{ops::ControlFlow, process::ExitCode, time::Instant};
 
 use clap::Args;
 use lockstep_config::human;
-use lockstep_infer::{Batch, InferencePlan, LoadedModel, NewTokens, SequenceId, Workload};
+use lockstep_infer::{
+    Batch, InferError, InferencePlan, LoadedModel, NewTokens, PlannedWork, SequenceId, Workload,
+};
 use lockstep_plan::random::Philox;
 use lockstep_tensor::host::{peak_resident_bytes, proportional_bytes};
 use serde_json::json;
@@ -40,26 +42,27 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let found = arguments.model.find()?;
+    let mut found = arguments.model.find()?;
+    let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
+        ControlFlow::Continue(ranks) => ranks,
+        ControlFlow::Break(code) => return Ok(code),
+    };
+    let world_size = ranks.size();
     let context = (arguments.prompt_tokens + arguments.new_tokens) as usize;
     let workload = Workload::Generation { sequences: arguments.sequences as usize, context };
     let plan = found.plan(workload)?;
     let before = read_alone(plan.as_ref())?;
     let start = Instant::now();
-    let PlacedModel { model, placed } = found.load(workload)?;
+    let PlacedModel { model, placed } = found.load(workload, ranks)?;
     let load_ms = milliseconds(start);
-    let [mut first_ms, mut prefill_ms, mut decode_ms] = [f64::INFINITY; 3];
-    let mut read_gb_per_s = 0.0_f64;
-    for _ in 0..arguments.repeats {
-        let run = time_run(&model, arguments)?;
-        if first_ms.is_infinite() {
-            first_ms = run.prefill_ms;
-        }
-        (prefill_ms, decode_ms) = (prefill_ms.min(run.prefill_ms), decode_ms.min(run.decode_ms));
-        read_gb_per_s = read_gb_per_s.max(run.read_gb_per_s);
-    }
+    let first = time_run(&model, arguments)?;
+    let first_ms = first.prefill_ms;
+    let mut runs = (1..arguments.repeats).map(|_| time_run(&model, arguments));
+    let Run { prefill_ms, decode_ms, read_gb_per_s } =
+        runs.try_fold(first, |best, run| run.map(|run| best.fastest(&run)))?;
     let memory = (proportional_bytes(), placed.as_ref().map(|placed| placed.predicted_bytes));
-    let (dtype, threads, [in_place, converted]) = (model.dtype(), model.threads(), model.weight_bytes());
+    let (dtype, threads) = (model.dtype(), model.threads());
+    let [in_place, converted] = weight_bytes_of_all(&model)?;
     let peak = peak_resident_bytes();
     // Under a limit there is no room for the model and the buffers of another measurement.
     drop(model);
@@ -76,7 +79,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         say!(
             "{}",
             json!({
-                "dtype": dtype.to_string(), "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
+                "dtype": dtype.to_string(), "ranks": world_size, "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
                 "prefill_ms": prefill_ms, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode,
                 "weights_in_place_bytes": in_place, "weights_converted_bytes": converted,
                 "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak, "pss_bytes": memory.0,
@@ -86,7 +89,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     let bytes = |bytes: usize| human::bytes(bytes as u64);
-    say!("{} {dtype}, {}", arguments.model.model, human::plural(threads, "thread"));
+    let of_ranks = if world_size > 1 { format!("{world_size} ranks of ") } else { String::new() };
+    say!("{} {dtype}, {of_ranks}{}", arguments.model.model, human::plural(threads, "thread"));
     match placed {
         Some(Placed { weights, .. }) => {
             let [resident, on_disk] = weights.map(human::bytes);
@@ -110,8 +114,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         let (found, predicted) = (human::bytes(found), human::bytes(predicted));
         say!("memory of the process (PSS): {found}, predicted {predicted} ({off:+.1} %)");
     }
-    say!("peak of resident memory, pages of mapped files included: {}", human::bytes(peak));
+    let of_which = if world_size > 1 { " of the first rank" } else { "" };
+    say!("peak of resident memory{of_which}, pages of mapped files included: {}", human::bytes(peak));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the bytes of weights of all ranks that stay in their files, and of those in memory.
+fn weight_bytes_of_all(model: &LoadedModel) -> Result<[usize; 2], Failure> {
+    let [in_place, converted] = model.weight_bytes();
+    let sum = |own: usize| model.ranks().sum_of_all(own as u64).map_err(InferError::from);
+    Ok([sum(in_place)? as usize, sum(converted)? as usize])
 }
 
 /// Times of one run.
@@ -120,6 +132,17 @@ struct Run {
     decode_ms: f64,
     /// Bandwidth of reads of weights during the decoding steps.
     read_gb_per_s: f64,
+}
+
+impl Run {
+    /// Returns the faster one of each time.
+    fn fastest(&self, other: &Self) -> Self {
+        Self {
+            prefill_ms: self.prefill_ms.min(other.prefill_ms),
+            decode_ms: self.decode_ms.min(other.decode_ms),
+            read_gb_per_s: self.read_gb_per_s.max(other.read_gb_per_s),
+        }
+    }
 }
 
 fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> {

@@ -8,7 +8,7 @@ use crate::exit::{self, Failure};
 use crate::output::{self, note};
 use crate::{
     bench, checkpoint, completions, data, doctor, error_file, generate, import, infer, instructions, limits,
-    logging, models, plan, report, train, typed, verify,
+    logging, models, plan, quantize, report, train, typed, verify,
 };
 
 /// Train and run large language models: one model, any plan, the same training run.
@@ -54,7 +54,7 @@ enum Command {
     /// Train a model; without a file, the built-in demonstration
     Train(Box<train::Arguments>),
     /// Search for the fastest plan, or predict the time and memory of a given one
-    Plan(plan::Arguments),
+    Plan(Box<plan::Arguments>),
     /// Compare a plan's numbers with those of one rank; without a file, for a tiny Llama on a built-in text
     Verify(verify::Arguments),
     /// List the model presets: parameters, shape, context, vocabulary
@@ -62,9 +62,11 @@ enum Command {
     /// Download models into the cache of Hugging Face, or update them
     Fetch(fetch::Arguments),
     /// Measure loss and perplexity of a model on text
-    Eval(infer::EvalArguments),
+    Eval(Box<infer::EvalArguments>),
     /// Continue prompts, or chat with a model
-    Generate(generate::Arguments),
+    Generate(Box<generate::Arguments>),
+    /// Write a model with weights of 8 or 4 bits, as a directory that transformers loads
+    Quantize(quantize::Arguments),
     /// List, check, export and import checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -121,6 +123,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Fetch(arguments) => fetch::run(&arguments),
         Command::Eval(arguments) => infer::eval(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
+        Command::Quantize(arguments) => quantize::run(&arguments),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Import(arguments) => import::run(&arguments),
         Command::Schema => {

@@ -5,8 +5,9 @@ use std::io;
 use lockstep_checkpoint::CheckpointError;
 use lockstep_comm::CommError;
 use lockstep_data::{DataError, ErrorKind};
+use lockstep_engine::EngineError;
 use lockstep_infer::InferError;
-use lockstep_launch::LaunchError;
+use lockstep_launch::{LaunchError, is_launched, place};
 use lockstep_model::ModelError;
 
 /// The run failed.
@@ -85,6 +86,8 @@ impl From<CheckpointError> for Failure {
             | CheckpointError::NoSuchCheckpoint { .. }
             | CheckpointError::OutputExists { .. }
             | CheckpointError::FileExists { .. }
+            | CheckpointError::Quantization { .. }
+            | CheckpointError::NothingToQuantize { .. }
             | CheckpointError::GgufExport { .. } => CONFIGURATION,
             CheckpointError::Io { ref source, .. } => code_of_io(source),
             _ => FAILED,
@@ -148,6 +151,13 @@ impl From<InferError> for Failure {
             InferError::Tensor(error) => Self { message: error.to_string(), code: FAILED },
             error @ InferError::GenerationConfig { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
+            }
+            // Our launcher, or one rank, reports what all ranks know.
+            InferError::Comm(error) | InferError::Engine(EngineError::Comm(error)) => {
+                let rank = place().ok().flatten().map(|place| place.rank);
+                let is_told = error.is_known_to_all() && (is_launched() || error.teller() != rank);
+                let message = if is_told { String::new() } else { error.to_string() };
+                Self { message, code: code_of(&error) }
             }
             InferError::Engine(error) => Self { message: error.to_string(), code: FAILED },
             error => Self::configuration(error.to_string()),

@@ -1,5 +1,6 @@
 //! `lockstep eval`, and the loading of models for inference.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,12 +12,16 @@ use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
 };
-use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, Workload, evaluate};
+use lockstep_engine::Ranks;
+use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, PlannedWork, Workload, evaluate};
+use lockstep_tensor::BlockActivations;
 use serde_json::json;
 
 use crate::exit::Failure;
+use crate::inference_ranks::RankArguments;
 use crate::output::say;
 use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
+use crate::quantize::QuantizedType;
 
 /// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
@@ -30,11 +35,19 @@ pub(crate) struct ModelArguments {
     /// Type of weights and activations; auto takes that of the files, which are then used where they lie. Quantized matrices stay quantized
     #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
     dtype: DtypeChoice,
-    /// Compute threads [default: all cores]
+    /// Type of the activations in products with quantized weights: int8, float (their own), or auto for int8 unless --dtype is f32
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
+    activations: ActivationChoice,
+    /// Quantize the linear layers of blocks as they are loaded, in groups of 128 (int8) or 64 (int4, nf4)
+    #[arg(long, value_name = "TYPE", value_enum, conflicts_with_all = ["device_map", "max_memory", "offload_dir"])]
+    quantize: Option<QuantizedType>,
+    /// Compute threads of each rank [default: all cores, shared by the ranks of this machine]
     #[arg(long)]
     threads: Option<usize>,
     #[command(flatten)]
     pub(crate) placement: PlacementArguments,
+    #[command(flatten)]
+    pub(crate) ranks: RankArguments,
 }
 
 /// Values of `--dtype`.
@@ -47,11 +60,39 @@ pub(crate) enum DtypeChoice {
     F16,
 }
 
+/// Values of `--activations`.
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum ActivationChoice {
+    #[default]
+    Auto,
+    Int8,
+    Float,
+}
+
 impl ModelArguments {
     /// Finds the model by any of its names, with the adapter if one is given.
     pub(crate) fn find(&self) -> Result<FoundModel, Failure> {
-        let options = LoadOptions { threads: threads(self.threads)?, dtype: self.dtype.dtype() };
+        let activations = match self.activations {
+            ActivationChoice::Auto => None,
+            ActivationChoice::Int8 => Some(BlockActivations::Int8),
+            ActivationChoice::Float => Some(BlockActivations::Float),
+        };
+        let quantize = self.quantize.map(QuantizedType::quantization);
+        let threads = threads(self.threads)?;
+        let options = LoadOptions { threads, dtype: self.dtype.dtype(), activations, quantize };
         FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
+    }
+
+    /// Starts the ranks of the model, or joins the others as one of them, as [`RankArguments::join`].
+    pub(crate) fn join(
+        &self,
+        found: &mut FoundModel,
+        work: PlannedWork,
+    ) -> Result<ControlFlow<ExitCode, Ranks>, Failure> {
+        let joined = self.ranks.join(found, work)?;
+        // A rank may have its share of the cores only since it has joined.
+        found.options.threads = threads(self.threads)?;
+        Ok(joined)
     }
 }
 
@@ -83,14 +124,18 @@ pub(crate) struct EvalArguments {
 }
 
 pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
-    let found = arguments.model.find()?;
+    let mut found = arguments.model.find()?;
     let longest = found.description.config().max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
         return Err(Failure::configuration(format!("--seq-len {seq_len}: allowed is 1 to {longest}")));
     }
-    let PlacedModel { model, .. } =
-        &found.load(Workload::Evaluation { windows: EVALUATED_WINDOWS, seq_len })?;
+    let ranks = match arguments.model.join(&mut found, PlannedWork::Evaluation { seq_len })? {
+        ControlFlow::Continue(ranks) => ranks,
+        ControlFlow::Break(code) => return Ok(code),
+    };
+    let workload = Workload::Evaluation { windows: EVALUATED_WINDOWS, seq_len };
+    let PlacedModel { model, .. } = &found.load(workload, ranks)?;
     let files = expand(&arguments.data, Format::Auto)?;
     let cache_dir = RunConfig::default().cache_dir();
     let progress = Bar::default();
@@ -104,7 +149,9 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
         text: TextOptions::default(),
         progress: &progress,
     };
-    let tokens = Arc::new(Tokens::open(&files, &options)?);
+    // The first rank writes the tokens of a text to the cache.
+    let open = || Tokens::open(&files, &options).map_err(Failure::from);
+    let tokens = Arc::new(model.ranks().first_then_others(open)?);
     let range = 0..tokens.tokens();
     // For prompts with answers only the answers are measured, and samples do not see each other.
     let packing = if tokens.has_contexts() { Packing::WholeDocuments } else { Packing::Stream };

@@ -5,37 +5,21 @@
 
 use std::error::Error as StdError;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use clap::{Args, CommandFactory, Parser};
-use lockstep_comm::{NodeInfo, TcpOptions, TransportKind};
+use clap::{CommandFactory, Parser};
+use lockstep_comm::{TcpOptions, TransportKind};
 use lockstep_launch::interrupt::Interrupt;
-use lockstep_launch::restarts::{Policy, Restarts, Verdict, jitter};
-use lockstep_launch::{Elastic, JoinOptions, MEETING_LIMIT, is_launched, place, started_group};
+use lockstep_launch::{JoinOptions, is_launched, place, started_group};
 
 use crate::command::finish;
 use crate::error::Error;
 use crate::exit::{FAILED, Failure, INTERRUPTED};
-use crate::launching::{First, Flags, Launching, variable};
-use crate::nodes::Nodes;
-use crate::output::{note, warning};
+use crate::local_ranks::{Given, start};
 use crate::world::World;
 use crate::{instructions, limits, ranks};
 
-/// Time without a failure after which restarts count anew.
-const STABLE_AFTER: Duration = Duration::from_secs(600);
-
 /// Any error of a body.
 type Problem = Box<dyn StdError + Send + Sync>;
-
-/// torchrun's flags of a program.
-#[derive(Debug, Args)]
-struct Given {
-    #[command(flatten)]
-    flags: Flags,
-    #[command(flatten)]
-    nodes: Nodes,
-}
 
 #[derive(Debug, Parser)]
 struct Ranks {
@@ -86,7 +70,7 @@ fn run<E: Into<Problem>>(body: impl FnOnce(&World) -> Result<(), E>) -> Result<E
         let own = split(std::env::args().skip(1)).0;
         let program = std::env::args().take(1);
         let given = Ranks::try_parse_from(program.chain(own)).unwrap_or_else(|error| error.exit()).given;
-        if let Some(code) = start(&given)? {
+        if let Some(code) = start(&given, 1, TransportKind::Auto)? {
             return Ok(code);
         }
     }
@@ -116,59 +100,6 @@ fn failure_of(error: Problem, rank: usize) -> Failure {
 fn labelled(failure: Failure, rank: usize) -> Failure {
     let message = if rank > 0 { format!("rank {rank}: {}", failure.message) } else { failure.message };
     Failure { message, ..failure }
-}
-
-/// Starts the ranks of this machine and watches them to their end, with restarts after failures; `None` if this process is
-/// to be the only rank.
-fn start(given: &Given) -> Result<Option<ExitCode>, Failure> {
-    let launching = given.flags.settle(&variable)?;
-    let mut rendezvous = given.nodes.rendezvous(&launching)?;
-    let here = launching.ranks.unwrap_or(1);
-    let max_restarts = launching.max_restarts.unwrap_or(0);
-    if here == 1 && rendezvous.is_none() && max_restarts == 0 {
-        return Ok(None);
-    }
-    launching.without_effect().iter().for_each(|text| note!("{text}"));
-    let policy = Policy { max_restarts, stable_after: STABLE_AFTER, max_futile: usize::MAX };
-    let mut restarts = Restarts::new(policy, None);
-    let interrupt = Interrupt::on_signals()?;
-    for attempt in 0.. {
-        let start = match &mut rendezvous {
-            None => ranks::Start::here(here, TransportKind::Auto)?,
-            Some(rendezvous) => {
-                let info = NodeInfo { attempt, max_restarts, ..NodeInfo::first(here) };
-                let limit = launching.limit.unwrap_or(MEETING_LIMIT);
-                let met = rendezvous.meet(info, limit, Some(&interrupt), &|text| note!("{text}"))?;
-                ranks::Start { placement: met.placement, ..ranks::Start::here(here, TransportKind::Auto)? }
-            }
-        };
-        let elastic = Elastic { restart_count: attempt, max_restarts, ..Elastic::default() };
-        let output = output(&launching, here, start.placement.first_rank)?;
-        let begin = std::time::Instant::now();
-        let failure = match ranks::run(ranks::Start { elastic, output, ..start }, &interrupt) {
-            Ok(code) => return Ok(Some(code)),
-            Err(failure) => failure,
-        };
-        if interrupt.is_requested() || !failure.may_restart() {
-            return Err(failure);
-        }
-        match restarts.after_failure(begin.elapsed(), None, jitter()) {
-            Verdict::Again(pause) => {
-                warning(&format!("{}; restart {} of {max_restarts}", failure.cause(), attempt + 1));
-                if !interrupt.sleeps(pause) {
-                    return Err(ranks::interrupted());
-                }
-            }
-            Verdict::UsedUp | Verdict::Futile(_) => return Err(failure),
-        }
-    }
-    Ok(None)
-}
-
-/// Returns the destinations of the output of this machine's ranks.
-fn output(launching: &Launching, here: usize, first_rank: usize) -> Result<lockstep_launch::Output, Failure> {
-    let first = if first_rank == 0 { First::Here } else { First::Elsewhere };
-    launching.output(here, first, std::path::Path::new("ranks"))
 }
 
 /// Splits arguments into those of [`launch`], each with its value, and the others.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 use lockstep_checkpoint::{DType, ModelDirectory};
 use lockstep_config::{find_weights, human};
+use lockstep_engine::Ranks;
 use lockstep_infer::{
     DeviceMap, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice, MemoryLimits,
     ModelDescription, PlanRequest, Workload,
@@ -14,6 +15,7 @@ use serde_json::{Value, json};
 
 use crate::exit::Failure;
 use crate::output::note;
+use crate::quantize::note_decoded;
 
 /// Placement of a model's weights.
 #[derive(Debug, Clone, Default, Args)]
@@ -63,7 +65,7 @@ fn read_map(path: &Path) -> Result<DeviceMap, Failure> {
 pub(crate) struct FoundModel {
     pub(crate) directory: ModelDirectory,
     pub(crate) description: ModelDescription,
-    options: LoadOptions,
+    pub(crate) options: LoadOptions,
     placement: PlacementArguments,
 }
 
@@ -76,6 +78,7 @@ impl FoundModel {
         placement: &PlacementArguments,
     ) -> Result<Self, Failure> {
         let mut directory = ModelDirectory::open(&find_weights(name)?)?;
+        note_decoded(&directory, Path::new(name));
         if let Some(adapter) = adapter {
             directory = directory.with_adapter(adapter)?;
         }
@@ -97,10 +100,21 @@ impl FoundModel {
         Ok(Some(InferencePlan::new(&self.directory, self.dtype(), &request)?))
     }
 
-    /// Loads the model, and prints its map if it is placed.
-    pub(crate) fn load(&self, workload: Workload) -> Result<PlacedModel, Failure> {
+    /// Refuses limits on memory, which are for one rank.
+    pub(crate) fn refuse_placement_on_ranks(&self) -> Result<(), Failure> {
+        match self.placement.is_given() {
+            true => Err(Failure::configuration(
+                "--device-map, --max-memory and --offload-dir are for one rank: the shards of several stay in memory; leave them out, \
+                 or run one rank",
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// Loads the model or this rank's shards of it, and prints its map if it is placed.
+    pub(crate) fn load(&self, workload: Workload, ranks: Ranks) -> Result<PlacedModel, Failure> {
         let Some(plan) = self.plan(workload)? else {
-            let model = LoadedModel::load(&self.directory, self.options)?;
+            let model = LoadedModel::load_on(&self.directory, self.options, ranks)?;
             return Ok(PlacedModel { model, placed: None });
         };
         for line in table(&plan) {

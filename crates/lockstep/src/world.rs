@@ -94,19 +94,19 @@ impl World {
     ///
     /// # Errors
     /// On rank 0 the error of `make`; on the others, that rank 0 has failed. If a rank is lost.
-    pub(crate) fn made_by_first(
+    pub(crate) fn made_by_first<E: From<Error>>(
         &self,
-        make: impl FnOnce() -> Result<String, Error>,
-    ) -> Result<String, Error> {
+        make: impl FnOnce() -> Result<String, E>,
+    ) -> Result<String, E> {
         let Some(group) = &self.group else { return make() };
         let own = self.is_first().then(make).transpose();
         let length = own.as_ref().ok().map(|text| text.as_ref().map_or(0, String::len) as i64);
         let mut length = [length.unwrap_or(-1)];
-        group.broadcast(&mut length[..], 0, Deadline::after(LIMIT))?;
+        group.broadcast(&mut length[..], 0, Deadline::after(LIMIT)).map_err(Error::from)?;
         let mut bytes = own?.unwrap_or_default().into_bytes();
-        let Ok(length) = usize::try_from(length[0]) else { return Err(Error::FirstRank) };
+        let Ok(length) = usize::try_from(length[0]) else { return Err(Error::FirstRank.into()) };
         bytes.resize(length, 0);
-        group.broadcast(&mut bytes[..], 0, Deadline::after(LIMIT))?;
+        group.broadcast(&mut bytes[..], 0, Deadline::after(LIMIT)).map_err(Error::from)?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 

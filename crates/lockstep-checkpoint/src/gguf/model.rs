@@ -192,6 +192,7 @@ impl GgufModel {
             stored: tensor.stored,
             order: place.order,
             elements: tensor.shape.iter().product(),
+            first_element: 0,
         })
     }
 

@@ -31,6 +31,9 @@ const CONVERTED_ELEMENTS: usize = 1 << 20;
 /// Function that fills a buffer with a tensor's elements from the given index on.
 pub type FillValues<'a> = dyn Fn(usize, &mut [f32]) -> Result<(), CheckpointError> + 'a;
 
+/// Function that returns all bytes of a tensor.
+pub type EncodedBytes<'a> = dyn Fn() -> Result<Vec<u8>, CheckpointError> + 'a;
+
 /// Source of an exported tensor's elements.
 pub enum ExportData<'a> {
     /// Elements in memory.
@@ -39,6 +42,13 @@ pub enum ExportData<'a> {
         dtype: DType,
         /// Elements, little-endian, row-major.
         bytes: &'a [u8],
+    },
+    /// Bytes from a function, which writes them in any stored type, for example a packed tensor.
+    Encoded {
+        /// Type of the elements.
+        dtype: ::safetensors::Dtype,
+        /// Function that returns all bytes.
+        bytes: Box<EncodedBytes<'a>>,
     },
     /// Elements from a function, for example a checkpoint that is read during the export, or a transposed view.
     Values(Box<FillValues<'a>>),
@@ -101,6 +111,11 @@ impl HfExport<'_> {
             drop(fs::remove_dir_all(&staging));
         }
         written
+    }
+
+    /// Returns the bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.iter().filter_map(|tensor| self.spec(tensor).bytes()).sum()
     }
 
     fn write_into(&self, dir: &Path) -> Result<(), CheckpointError> {
@@ -193,8 +208,11 @@ impl HfExport<'_> {
         tensor: &ExportTensor<'_>,
         writer: &mut SafetensorsWriter<W>,
     ) -> Result<(), CheckpointError> {
-        let stored = self.stored(tensor);
         let elements: usize = tensor.shape.iter().product();
+        if let ExportData::Encoded { bytes, .. } = &tensor.data {
+            return writer.write(&tensor.name, &bytes()?);
+        }
+        let stored = self.stored(tensor);
         if let ExportData::Bytes { dtype, bytes } = tensor.data {
             let expected = (elements * dtype.size_bytes()) as u64;
             if bytes.len() as u64 != expected {
@@ -216,6 +234,7 @@ impl HfExport<'_> {
                     convert::widen(*dtype, &bytes[start * size..(start + count) * size], values);
                 }
                 ExportData::Values(read) => read(start, values)?,
+                ExportData::Encoded { .. } => unreachable!("written above"),
             }
             let narrowed = &mut narrowed[..count * stored.size_bytes()];
             convert::narrow(stored, values, narrowed);
@@ -227,7 +246,10 @@ impl HfExport<'_> {
     fn spec(&self, tensor: &ExportTensor<'_>) -> TensorSpec {
         TensorSpec {
             name: tensor.name.clone(),
-            dtype: stored_dtype(self.stored(tensor)),
+            dtype: match tensor.data {
+                ExportData::Encoded { dtype, .. } => dtype,
+                _ => stored_dtype(self.stored(tensor)),
+            },
             shape: tensor.shape.clone(),
         }
     }
@@ -235,7 +257,7 @@ impl HfExport<'_> {
     fn stored(&self, tensor: &ExportTensor<'_>) -> DType {
         let own = match tensor.data {
             ExportData::Bytes { dtype, .. } => dtype,
-            ExportData::Values(_) => DType::F32,
+            ExportData::Values(_) | ExportData::Encoded { .. } => DType::F32,
         };
         if convert::is_float(own) { self.dtype.unwrap_or(own) } else { own }
     }

@@ -117,6 +117,7 @@ impl HfCheckpoint {
             stored: StoredElements::Dense(dtype),
             order: RowOrder::Same,
             elements,
+            first_element: 0,
         })
     }
 

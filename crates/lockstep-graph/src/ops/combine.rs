@@ -10,6 +10,7 @@ use crate::{
     facts::Facts,
     op::Op,
     ops::expert_rows::SlotTables,
+    placement::Placement,
     recorder::Recorder,
     replay::{InputGradients, Run},
     work_context::{Work, WorkContext},
@@ -26,13 +27,17 @@ struct Combine {
 }
 
 impl Recorder {
-    /// Records the sum of the rows of each token's slots by their weights, with the rows and the placement of `x`.
+    /// Records the sum of the rows of each token's slots by their weights, with the rows and the placement of `x`; a partial sum if
+    /// other ranks have experts for the same tokens.
     #[track_caller]
     pub(crate) fn combine(&mut self, rows: Value, weights: Value, tables: SlotTables, x: Value) -> Value {
         let hidden = self.columns(x);
         let slots = self.local_rows(tables.slots);
         let returned = tables.remote.map(|_| self.local(slots, hidden, self.shape.dtype));
         let y = self.same_shape(x);
+        if self.replicates_routes() && self.experts.group_size() > 1 {
+            self.placements[y.0] = Placement::Partial;
+        }
         self.push(Combine { rows, weights, tables, returned, y });
         y
     }

@@ -43,7 +43,11 @@ impl Recorder {
         experts: usize,
     ) -> (Value, SlotTables) {
         let (place, hidden) = (self.experts, self.columns(x));
-        let (ranks, parts, here) = (place.group_size(), place.tensor_ranks, self.experts_here(experts));
+        let here = self.experts_here(experts);
+        let (ranks, parts) = match self.replicates_routes() {
+            true => (1, 1),
+            false => (place.group_size(), place.tensor_ranks),
+        };
         let slots = self.values[x.0].rows * top_k * parts;
         // Upper bound: even if all tokens of all ranks came here, a token would fill at most one slot per local expert.
         let rows = if ranks == 1 { slots } else { self.values[x.0].rows * top_k.min(here) * ranks };
@@ -54,6 +58,7 @@ impl Recorder {
             rows: numbers(slots),
             offsets: numbers(here + 1),
             expert_rows,
+            first_expert: if ranks == 1 { place.rank * here } else { 0 },
             remote: (ranks > 1).then(|| RemoteRows {
                 place,
                 experts: (parts > 1).then(|| numbers(slots)),
@@ -107,7 +112,7 @@ impl Op for Dispatch {
         let (queue, tables, permutation) = (run.queue(), self.tables, self.tables.permutation(run));
         let (x, chosen, rows) = (run.value(self.x), run.value(self.chosen), run.value(self.rows));
         let Some(remote) = tables.remote else {
-            queue.sort_slots(chosen, 0, permutation, run.flat(tables.offsets));
+            queue.sort_slots(chosen, tables.first_expert as u32, permutation, run.flat(tables.offsets));
             queue.permute(permutation, x, rows);
             return Ok(());
         };

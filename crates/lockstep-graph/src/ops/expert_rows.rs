@@ -26,7 +26,9 @@ pub(crate) struct SlotTables {
     pub(crate) offsets: Value,
     /// Rows of buffers of this rank's experts: room, and under even load.
     pub(crate) expert_rows: ExpertRows,
-    /// Tables of the all-to-all, where experts are on several ranks.
+    /// Index of this rank's first expert among those that slots name; 0 with an all-to-all.
+    pub(crate) first_expert: usize,
+    /// Tables of the all-to-all that takes rows to the experts of other ranks.
     pub(crate) remote: Option<RemoteRows>,
 }
 

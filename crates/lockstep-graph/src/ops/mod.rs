@@ -25,6 +25,7 @@ mod heads;
 mod image_tokens;
 mod layer_norm;
 pub(crate) mod linear;
+mod output_logits;
 mod output_loss;
 mod pool;
 mod redistribute;

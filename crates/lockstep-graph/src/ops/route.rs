@@ -106,8 +106,11 @@ impl Recorder {
         let tokens_here = self.tokens_of(self.placement(logits));
         let ranks = ranks * self.context.ranks;
         let ranges = sequences * self.context.pieces();
-        let has_parts = ranks > 1 && (routing.auxiliary_loss != 0.0 || routing.capacity_factor.is_some());
-        let capacity = routing.capacity_factor.filter(|_| self.mode == Mode::Training).map(|factor| {
+        // Counts of whole sequences are for the auxiliary loss and the capacity, which inference has not.
+        let is_limited = self.mode == Mode::Training;
+        let has_parts =
+            ranks > 1 && is_limited && (routing.auxiliary_loss != 0.0 || routing.capacity_factor.is_some());
+        let capacity = routing.capacity_factor.filter(|_| is_limited).map(|factor| {
             let seq_len = self.shape.seq_len * self.context.ranks;
             let even = (routing.top_k * seq_len) as f32 / experts as f32;
             (factor * even).ceil() as usize

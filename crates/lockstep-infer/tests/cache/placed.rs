@@ -40,7 +40,7 @@ fn weights_on_disk_change_no_bit_of_the_logits() {
         let directory = ModelDirectory::open(&fixture(family)).unwrap();
         let offload = tempfile::tempdir().unwrap();
         for dtype in [DType::F32, DType::BF16] {
-            let options = LoadOptions { threads: 1, dtype: Some(dtype) };
+            let options = LoadOptions::new(1).with_dtype(dtype);
             let whole = logits_of(&LoadedModel::load(&directory, options).unwrap(), &ids, SEQ_LEN);
             for map in [r#"{"": "disk"}"#, r#"{"": "cpu"}"#] {
                 let plan = InferencePlan::new(&directory, dtype, &request(map, offload.path())).unwrap();
@@ -114,7 +114,7 @@ fn a_limit_is_kept_by_what_is_allocated_and_the_least_is_enough() {
         assert!(least_mib << 20 > least, "{dtype}: {least_mib} MiB, {least} bytes");
         plan(MapChoice::Balanced, least, dtype).expect("the least that would do");
         let ids: Vec<u32> = (0..600).map(|at| at * 7 % 9000).collect();
-        let options = LoadOptions { threads: 2, dtype: Some(dtype) };
+        let options = LoadOptions::new(2).with_dtype(dtype);
         let whole = logits_of(&LoadedModel::load(&directory, options).unwrap(), &ids, 600);
         for map in [MapChoice::Balanced, MapChoice::Sequential] {
             let limit = roomy.memory.total() - roomy.model_bytes() / 5;

@@ -1,69 +1,23 @@
 //! Models of GGUF files: quantized weights in their place, and tokenizers.
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::fs;
 
-use lockstep_checkpoint::{
-    DType, ModelDirectory,
-    gguf::StoredElements,
-    hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfExport, SINGLE_FILE},
-};
+use lockstep_checkpoint::{DType, ModelDirectory, gguf::StoredElements};
 use lockstep_data::Tokenizer;
 use lockstep_infer::{LoadOptions, LoadedModel};
-use lockstep_model::{HfMapping, ModelConfig};
-use lockstep_plan::{
-    BlockFormat,
-    random::{Philox, key_from_name},
-};
+use lockstep_plan::BlockFormat;
+use lockstep_tensor::BlockActivations;
 use serde_json::{Value, json};
 
 use super::{assert_chunks_change_nothing, fixture, logits_of};
-
-/// Writes a directory of Hugging Face with random weights.
-fn random_model(out: &Path, config: &Value) {
-    let model = ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap();
-    let mapping = HfMapping::new(&model);
-    let values = |name: &str, shape: &[usize]| -> Vec<f32> {
-        let philox = Philox::new(key_from_name(name));
-        let size = if shape.len() == 1 { 1.0 } else { 0.05 };
-        (0..shape.iter().product::<usize>() as u64).map(|index| philox.normal(index) * size).collect()
-    };
-    let tensors: Vec<_> = mapping
-        .tensors()
-        .iter()
-        .map(|tensor| (tensor.name.clone(), tensor.shape.clone(), values(&tensor.name, &tensor.shape)))
-        .collect();
-    let tensors = tensors.iter().map(|(name, shape, values)| ExportTensor {
-        name: name.clone(),
-        shape: shape.clone(),
-        data: ExportData::Bytes { dtype: DType::F32, bytes: bytemuck::cast_slice(values) },
-    });
-    HfExport {
-        tensors: tensors.collect(),
-        dtype: None,
-        file: SINGLE_FILE,
-        texts: BTreeMap::from([("config.json".to_owned(), config.to_string())]),
-        copies: BTreeMap::new(),
-        shard_bytes: DEFAULT_SHARD_BYTES,
-    }
-    .write(out)
-    .unwrap();
-}
-
-/// Returns a configuration whose matrices are whole blocks of 256.
-fn config(model_type: &str) -> Value {
-    json!({
-        "model_type": model_type, "vocab_size": 260, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
-        "tie_word_embeddings": model_type == "qwen3", "bos_token_id": 257, "eos_token_id": 256, "pad_token_id": null,
-    })
-}
+use crate::common::{config, random_model};
 
 #[test]
 fn a_quantized_model_has_the_logits_of_its_decoded_weights() {
     let dir = tempfile::tempdir().unwrap();
     let ids: Vec<u32> = (0..24).map(|at| at * at * 7 % 260).collect();
     for (model_type, formats) in [
-        ("llama", &BlockFormat::ALL[..]),
+        ("llama", &BlockFormat::OF_GGUF[..]),
         ("qwen3", &[BlockFormat::Q8_0, BlockFormat::Q4K]),
         ("phi3", &[BlockFormat::Q8_0, BlockFormat::Q6K]),
     ] {
@@ -78,14 +32,23 @@ fn a_quantized_model_has_the_logits_of_its_decoded_weights() {
             quantized.export_hf(DType::F32, &decoded).unwrap();
             let decoded = ModelDirectory::open(&decoded).unwrap();
             for dtype in [DType::BF16, DType::F32] {
-                let load = |directory: &ModelDirectory, threads| {
-                    LoadedModel::load(directory, LoadOptions { threads, dtype: Some(dtype) }).unwrap()
+                let load = |directory: &ModelDirectory, threads, activations| {
+                    let options = LoadOptions::new(threads).with_dtype(dtype);
+                    LoadedModel::load(directory, LoadOptions { activations: Some(activations), ..options })
+                        .unwrap()
                 };
-                let dense = load(&decoded, 1);
-                let [one, two] = [1, 2].map(|threads| load(&quantized, threads));
+                let dense = load(&decoded, 1, BlockActivations::Float);
                 let whole = logits_of(&dense, &ids, ids.len());
+                let [one, two] = [1, 2].map(|threads| load(&quantized, threads, BlockActivations::Float));
                 let chunks = [(&one, ids.len()), (&one, 1), (&one, 9), (&two, 5)];
                 assert_chunks_change_nothing(&whole, &ids, &chunks, &name);
+                // With int8 activations the logits are near, and depend on chunks and threads as little.
+                let [int8, two] = [1, 2].map(|threads| load(&quantized, threads, BlockActivations::Int8));
+                let rounded = logits_of(&int8, &ids, ids.len());
+                assert_chunks_change_nothing(&rounded, &ids, &[(&int8, 1), (&int8, 9), (&two, 5)], &name);
+                let energy: f32 = whole.iter().map(|logit| logit * logit).sum();
+                let error: f32 = rounded.iter().zip(&whole).map(|(a, b)| (a - b) * (a - b)).sum();
+                assert!(error < 2e-3 * energy, "{name}: error {:.1e} of the logits' energy", error / energy);
                 let [in_place, converted] = one.weight_bytes();
                 let stored = fs::metadata(&path).unwrap().len() as usize;
                 // Norms are converted, and llama's queries and keys have their rows in another order.
@@ -102,7 +65,7 @@ fn a_file_of_gguf_py_has_the_logits_of_transformers() {
     for family in ["llama", "mistral", "qwen2", "qwen3", "phi3"] {
         let (ids, logits) = super::expected(family);
         let directory = ModelDirectory::open(&fixture(&format!("gguf/{family}.gguf"))).unwrap();
-        let options = LoadOptions { threads: 1, dtype: Some(DType::F32) };
+        let options = LoadOptions::new(1).with_dtype(DType::F32);
         let found = logits_of(&LoadedModel::load(&directory, options).unwrap(), &ids, ids.len());
         let expected = logits.last().unwrap();
         let scale = expected.iter().fold(0.0_f32, |most, logit| most.max(logit.abs()));

@@ -22,12 +22,6 @@ pub(super) const FIXED_FOR_ALL: &[Fixed] = &[
     fixed("add_cross_attention", &["false"], "false (decoder-only models)"),
     fixed("cross_attention_hidden_size", &[], "null (decoder-only models)"),
     fixed("pruned_heads", &["{}"], "{} (no pruned heads)"),
-    fixed(
-        "quantization_config",
-        &[],
-        "null (weights in f32, bf16 or f16; transformers turns MXFP4 into bf16 with Mxfp4Config(dequantize=True) and \
-         save_pretrained)",
-    ),
     fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)"),
 ];
 
@@ -136,7 +130,7 @@ pub(super) const FIXED_FOR_ROPE: &[Fixed] =
 /// Keys without influence on training or logits: provenance, special tokens that are not read, generation settings,
 /// heads for other tasks, and switches of transformers' implementation.
 pub(super) const HARMLESS_KEYS: &[&str] = &[
-    // Provenance and storage.
+    // Provenance, and storage, which readers of weights look at.
     "_commit_hash",
     "_name_or_path",
     "architectures",
@@ -145,6 +139,7 @@ pub(super) const HARMLESS_KEYS: &[&str] = &[
     "model_name",
     "model_type",
     "name_or_path",
+    "quantization_config",
     "tokenizer_class",
     "torch_dtype",
     "transformers_version",

@@ -1,4 +1,7 @@
-//! Decoding of blocks.
+//! Decoding of blocks: the layout of each format, as arithmetic on the 32-bit words of several lines at once.
+//!
+//! A caller transposes the words of the blocks of some lines, so that a word of each line lies in one vector. The same code
+//! decodes a single block, whose words are numbers.
 
 use super::half::widen;
 
@@ -6,111 +9,217 @@ use super::half::widen;
 pub const RUN: usize = 16;
 /// Runs of the longest block.
 pub const RUNS: usize = 16;
-/// Codes that are unpacked at a time.
-pub const CODES: usize = 32;
+/// Codes that are unpacked at a time: a part of a block.
+pub const PART: usize = 32;
+/// Words of the codes of a part, four each.
+pub const UNITS: usize = PART / 4;
+/// Words of the longest block.
+pub const MOST_WORDS: usize = 53;
 
-/// Scale and offset of each run of [`RUN`] elements of a block; a block of 32 elements uses the first two.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RunScales {
-    /// Factors of the codes.
-    pub scales: [f32; RUNS],
-    /// Terms that are added to the products; negative zero, which changes no number, in formats without a minimum.
-    pub offsets: [f32; RUNS],
+/// A word of each line. Methods are inlined into their callers and compiled for the caller's instructions.
+pub trait Words: Copy {
+    /// An f32 of each line.
+    type Floats: Copy;
+
+    /// Returns the bits that are set in the mask as well.
+    fn and(self, mask: u32) -> Self;
+    /// Returns the bits that are set in either word.
+    fn or(self, other: Self) -> Self;
+    /// Returns the words with the bits of the mask inverted.
+    fn xor(self, mask: u32) -> Self;
+    /// Subtracts words from words.
+    fn sub(self, other: Self) -> Self;
+    /// Shifts towards the high bits.
+    fn shl(self, bits: usize) -> Self;
+    /// Shifts towards the low bits, and fills up with zeros.
+    fn shr(self, bits: usize) -> Self;
+    /// Shifts towards the low bits, and fills up with the highest one.
+    fn shr_signed(self, bits: usize) -> Self;
+    /// Returns the words, which are signed integers, as f32.
+    fn numbers(self) -> Self::Floats;
+    /// Returns the f32 with the bits of each word.
+    fn floats(self) -> Self::Floats;
+    /// Returns the number of a table that the low four bits of each word name.
+    fn lookup(self, table: &[f32; 16]) -> Self::Floats;
+    /// Returns the f16 in the low half of each word.
+    fn halves(self) -> Self::Floats;
+    /// Multiplies numbers.
+    fn products(first: Self::Floats, second: Self::Floats) -> Self::Floats;
+    /// Negates numbers.
+    fn negatives(numbers: Self::Floats) -> Self::Floats;
+
+    /// Returns byte `index` of each word, unsigned.
+    #[inline(always)]
+    fn bytes(self, index: usize) -> Self::Floats {
+        self.shr(8 * index).and(0xff).numbers()
+    }
 }
 
-/// Layout of the blocks of a format.
+/// One line.
+impl Words for u32 {
+    type Floats = f32;
+
+    #[inline(always)]
+    fn and(self, mask: u32) -> Self {
+        self & mask
+    }
+
+    #[inline(always)]
+    fn or(self, other: Self) -> Self {
+        self | other
+    }
+
+    #[inline(always)]
+    fn xor(self, mask: u32) -> Self {
+        self ^ mask
+    }
+
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        self.wrapping_sub(other)
+    }
+
+    #[inline(always)]
+    fn shl(self, bits: usize) -> Self {
+        self << bits
+    }
+
+    #[inline(always)]
+    fn shr(self, bits: usize) -> Self {
+        self >> bits
+    }
+
+    #[inline(always)]
+    fn shr_signed(self, bits: usize) -> Self {
+        (self.cast_signed() >> bits).cast_unsigned()
+    }
+
+    #[inline(always)]
+    fn numbers(self) -> f32 {
+        self.cast_signed() as f32
+    }
+
+    #[inline(always)]
+    fn floats(self) -> f32 {
+        f32::from_bits(self)
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[f32; 16]) -> f32 {
+        table[(self & 15) as usize]
+    }
+
+    #[inline(always)]
+    fn halves(self) -> f32 {
+        widen(self as u16)
+    }
+
+    #[inline(always)]
+    fn products(first: f32, second: f32) -> f32 {
+        first * second
+    }
+
+    #[inline(always)]
+    fn negatives(number: f32) -> f32 {
+        -number
+    }
+}
+
+/// Words of a block that are read as such.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockWords {
+    /// Byte of the first word.
+    pub first_byte: usize,
+    /// Number of words.
+    pub count: usize,
+}
+
+/// Layout of the blocks of a format. An element is `scale · (code - ZERO) + offset`, with the scale and the offset of its run; or, of codes
+/// that are no integers, `scale · value(code)`.
 pub trait BlockCodec {
-    /// Elements of a block: 32 or 256.
+    /// Elements of a block, a multiple of 32.
     const ELEMENTS: usize;
     /// Bytes of a block.
     const BYTES: usize;
     /// True if offsets may differ from zero.
     const HAS_OFFSETS: bool;
+    /// True if codes are integers; if not, products decode them with [`BlockCodec::value`].
+    const HAS_INTEGER_CODES: bool = true;
+    /// Elements that share a scale: [`RUN`] or 32.
+    const RUN_ELEMENTS: usize = PART;
+    /// The unsigned code that stands for zero.
+    const ZERO: u8;
+    /// The words.
+    const WORDS: BlockWords;
+    /// Byte of 16 bits outside of the words. They follow as the low half of another word.
+    const EXTRA: Option<usize> = None;
 
-    /// Returns the scales of a block of `BYTES` bytes.
-    fn scales(block: &[u8]) -> RunScales;
+    /// Passes the index of each run, its scale and, if the format has any, its offset.
+    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>));
 
-    /// Returns the codes of elements `32 · part` to `32 · part + 31` of a block.
-    fn codes(block: &[u8], part: usize) -> [i8; CODES];
+    /// Returns codes `4 · unit` to `4 · unit + 3` of a part of 32 elements, the first one in the low byte.
+    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W;
 
-    /// Writes the scales of the blocks of `LINES` lines, line by line within each run.
+    /// Returns the value of code `index` of a unit, in formats without integer codes.
     #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        for (line, block) in blocks.iter().enumerate() {
-            let RunScales { scales, offsets } = Self::scales(block);
-            for run in 0..RUNS {
-                runs.scales[run][line] = scales[run];
-                runs.offsets[run][line] = offsets[run];
-            }
-        }
+    fn value<W: Words>(unit: W, index: usize) -> W::Floats {
+        unit.bytes(index)
     }
 }
 
-/// Scales and offsets of the blocks of several lines, by run.
-#[derive(Debug, Clone, Copy)]
-pub struct LineScales<const LINES: usize> {
-    /// Factors of the codes.
-    pub scales: [[f32; LINES]; RUNS],
-    /// Terms that are added to the products.
-    pub offsets: [[f32; LINES]; RUNS],
-}
-
-impl<const LINES: usize> LineScales<LINES> {
-    /// Zeros.
-    pub const ZERO: Self = Self { scales: [[0.0; LINES]; RUNS], offsets: [[0.0; LINES]; RUNS] };
-}
-
-/// Returns the f16 at byte `at` of each block, by arithmetic that vectorizes over the blocks.
-#[inline(always)]
-fn halves<const LINES: usize>(blocks: &[&[u8]; LINES], at: usize) -> [f32; LINES] {
-    let mut bits = [0; LINES];
-    for (bits, block) in bits.iter_mut().zip(blocks) {
-        *bits = u16::from_le_bytes([block[at], block[at + 1]]);
-    }
-    let mut halves = [0.0; LINES];
-    for (half, bits) in halves.iter_mut().zip(bits) {
-        *half = widen(bits);
-    }
-    halves
+/// Returns the number of words of a block, with the one of [`BlockCodec::EXTRA`].
+pub const fn all_words<C: BlockCodec>() -> usize {
+    C::WORDS.count + C::EXTRA.is_some() as usize
 }
 
 /// Decodes whole blocks. A caller may compile it for any vector instructions.
 #[inline(always)]
 pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
+    let (mut scales, mut offsets) = ([0.0; RUNS], [0.0; RUNS]);
     for (block, values) in bytes.chunks_exact(C::BYTES).zip(values.chunks_exact_mut(C::ELEMENTS)) {
-        let RunScales { scales, offsets } = C::scales(block);
-        for (part, values) in values.chunks_exact_mut(CODES).enumerate() {
-            let codes = C::codes(block, part);
+        let mut words = [0; MOST_WORDS];
+        let stored = block[C::WORDS.first_byte..][..4 * C::WORDS.count].chunks_exact(4);
+        for (word, bytes) in words.iter_mut().zip(stored) {
+            *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        }
+        if let Some(at) = C::EXTRA {
+            words[C::WORDS.count] = u32::from(u16::from_le_bytes([block[at], block[at + 1]]));
+        }
+        let words = &words[..all_words::<C>()];
+        C::scales(words, |run, scale, offset| {
+            scales[run] = scale;
+            offsets[run] = offset.unwrap_or(0.0);
+        });
+        for (part, values) in values.chunks_exact_mut(PART).enumerate() {
+            if !C::HAS_INTEGER_CODES {
+                for (index, value) in values.iter_mut().enumerate() {
+                    let unit = C::unit(words, part, index / 4);
+                    *value = scales[(part * PART + index) / C::RUN_ELEMENTS] * C::value(unit, index % 4);
+                }
+                continue;
+            }
+            let mut codes = [0; PART];
+            for (unit, codes) in codes.chunks_exact_mut(4).enumerate() {
+                codes.copy_from_slice(&C::unit(words, part, unit).to_le_bytes());
+            }
             for (index, (value, code)) in values.iter_mut().zip(codes).enumerate() {
-                let run = part * (CODES / RUN) + index / RUN;
-                *value = scales[run] * f32::from(code) + offsets[run];
+                let run = (part * PART + index) / C::RUN_ELEMENTS;
+                *value = scales[run] * (i32::from(code) - i32::from(C::ZERO)) as f32;
+                if C::HAS_OFFSETS {
+                    *value += offsets[run];
+                }
             }
         }
     }
 }
 
-/// Returns the f16 at byte `at`.
-#[inline(always)]
-fn half(block: &[u8], at: usize) -> f32 {
-    widen(u16::from_le_bytes([block[at], block[at + 1]]))
-}
+/// Low half of each byte.
+pub(super) const LOW: u32 = 0x0f0f_0f0f;
 
-/// Returns the same scale and offset for all runs.
+/// Returns a unit of the low halves of 16 bytes, then of the high halves.
 #[inline(always)]
-fn same(scale: f32, offset: f32) -> RunScales {
-    RunScales { scales: [scale; RUNS], offsets: [offset; RUNS] }
-}
-
-/// Returns the low half of each of 16 bytes, then the high half of each, less `zero`.
-#[inline(always)]
-fn halves_of_bytes(bytes: &[u8], zero: i8) -> [i8; CODES] {
-    let bytes: &[u8; CODES / 2] = bytes[..CODES / 2].try_into().expect("16 bytes");
-    let mut codes = [0; CODES];
-    for (index, byte) in bytes.iter().enumerate() {
-        codes[index] = (byte & 15).cast_signed().wrapping_sub(zero);
-        codes[index + CODES / 2] = (byte >> 4).cast_signed().wrapping_sub(zero);
-    }
-    codes
+pub(super) fn halves_of_words<W: Words>(words: &[W], unit: usize) -> W {
+    words[unit % 4].shr(unit / 4 * 4).and(LOW)
 }
 
 /// Codec of [`BlockFormat::Q8_0`](super::BlockFormat::Q8_0): f16 scale, 32 signed codes.
@@ -121,20 +230,18 @@ impl BlockCodec for Q8_0Codec {
     const ELEMENTS: usize = 32;
     const BYTES: usize = 34;
     const HAS_OFFSETS: bool = false;
+    const ZERO: u8 = 128;
+    const WORDS: BlockWords = BlockWords { first_byte: 2, count: 8 };
+    const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales(block: &[u8]) -> RunScales {
-        same(half(block, 0), -0.0)
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        run(0, words[Self::WORDS.count].halves(), None);
     }
 
     #[inline(always)]
-    fn codes(block: &[u8], _: usize) -> [i8; CODES] {
-        signed(&block[2..])
-    }
-
-    #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        runs.scales[..2].fill(halves(blocks, 0));
+    fn unit<W: Words>(words: &[W], _: usize, unit: usize) -> W {
+        words[unit].xor(0x8080_8080)
     }
 }
 
@@ -146,20 +253,18 @@ impl BlockCodec for Q4_0Codec {
     const ELEMENTS: usize = 32;
     const BYTES: usize = 18;
     const HAS_OFFSETS: bool = false;
+    const ZERO: u8 = 8;
+    const WORDS: BlockWords = BlockWords { first_byte: 2, count: 4 };
+    const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales(block: &[u8]) -> RunScales {
-        same(half(block, 0), -0.0)
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        run(0, words[Self::WORDS.count].halves(), None);
     }
 
     #[inline(always)]
-    fn codes(block: &[u8], _: usize) -> [i8; CODES] {
-        halves_of_bytes(&block[2..], 8)
-    }
-
-    #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        runs.scales[..2].fill(halves(blocks, 0));
+    fn unit<W: Words>(words: &[W], _: usize, unit: usize) -> W {
+        halves_of_words(words, unit)
     }
 }
 
@@ -171,67 +276,38 @@ impl BlockCodec for Q4_1Codec {
     const ELEMENTS: usize = 32;
     const BYTES: usize = 20;
     const HAS_OFFSETS: bool = true;
+    const ZERO: u8 = 0;
+    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 5 };
 
     #[inline(always)]
-    fn scales(block: &[u8]) -> RunScales {
-        same(half(block, 0), half(block, 2))
-    }
-
-    #[inline(always)]
-    fn codes(block: &[u8], _: usize) -> [i8; CODES] {
-        halves_of_bytes(&block[4..], 0)
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        run(0, words[0].halves(), Some(words[0].shr(16).halves()));
     }
 
     #[inline(always)]
-    fn scales_of_lines<const LINES: usize>(blocks: &[&[u8]; LINES], runs: &mut LineScales<LINES>) {
-        runs.scales[..2].fill(halves(blocks, 0));
-        runs.offsets[..2].fill(halves(blocks, 2));
+    fn unit<W: Words>(words: &[W], _: usize, unit: usize) -> W {
+        halves_of_words(&words[1..], unit)
     }
 }
 
-/// Returns the scales of a Q4_K or Q5_K block: f16 factors of the scales and of the minima, and 12 bytes of 6-bit pairs.
+/// Writes the scales of Q4_K or Q5_K blocks: f16 factors of the scales and of the minima, and 12 bytes of 6-bit pairs. The pairs of the
+/// last four runs are split: four bits in the last four bytes, two bits in the high bits of the first eight.
 #[inline(always)]
-fn six_bit_scales(block: &[u8]) -> RunScales {
-    let (factor, factor_of_minima) = (half(block, 0), half(block, 2));
-    let packed = &block[4..16];
-    let mut runs = same(0.0, 0.0);
-    for pair in 0..8_usize {
-        let (scale, minimum) = match pair.checked_sub(4) {
-            None => (packed[pair] & 63, packed[pair + 4] & 63),
-            Some(low) => (
-                packed[pair + 4] & 15 | packed[low] >> 6 << 4,
-                packed[pair + 4] >> 4 | packed[pair] >> 6 << 4,
-            ),
-        };
-        for run in [2 * pair, 2 * pair + 1] {
-            runs.scales[run] = factor * f32::from(scale);
-            runs.offsets[run] = -(factor_of_minima * f32::from(minimum));
-        }
+fn six_bit_scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    const SIX: u32 = 0x3f3f_3f3f;
+    let (factors, factors_of_minima) = (words[0].halves(), words[0].shr(16).halves());
+    let [first, second, third] = [words[1], words[2], words[3]];
+    let first_high = first.shr(6).and(0x0303_0303).shl(4);
+    let second_high = second.shr(6).and(0x0303_0303).shl(4);
+    let scales = [first.and(SIX), third.and(LOW).or(first_high)];
+    let minima = [second.and(SIX), third.shr(4).and(LOW).or(second_high)];
+    for index in 0..8 {
+        let minimum = W::products(factors_of_minima, minima[index / 4].bytes(index % 4));
+        run(index, W::products(factors, scales[index / 4].bytes(index % 4)), Some(W::negatives(minimum)));
     }
-    runs
 }
 
-/// Returns 4 bits of each of the 32 bytes that hold part `part`: the low half for an even part, the high half for an odd one.
-#[inline(always)]
-fn halves_of_parts(bytes: &[u8], part: usize) -> [u8; CODES] {
-    let mut halves = [0; CODES];
-    for (half, byte) in halves.iter_mut().zip(&bytes[part / 2 * CODES..][..CODES]) {
-        *half = byte >> (part % 2 * 4) & 15;
-    }
-    halves
-}
-
-/// Returns the first 32 bytes as signed codes. A loop, here and above: `map` of an array is not compiled for the caller's instructions.
-#[inline(always)]
-fn signed(bytes: &[u8]) -> [i8; CODES] {
-    let mut codes = [0; CODES];
-    for (code, byte) in codes.iter_mut().zip(&bytes[..CODES]) {
-        *code = byte.cast_signed();
-    }
-    codes
-}
-
-/// Codec of [`BlockFormat::Q4K`](super::BlockFormat::Q4K).
+/// Codec of [`BlockFormat::Q4K`](super::BlockFormat::Q4K). Of two parts, the first one has the low halves of 32 bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Q4KCodec;
 
@@ -239,15 +315,17 @@ impl BlockCodec for Q4KCodec {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 144;
     const HAS_OFFSETS: bool = true;
+    const ZERO: u8 = 0;
+    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 36 };
 
     #[inline(always)]
-    fn scales(block: &[u8]) -> RunScales {
-        six_bit_scales(block)
+    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        six_bit_scales(words, run);
     }
 
     #[inline(always)]
-    fn codes(block: &[u8], part: usize) -> [i8; CODES] {
-        signed(&halves_of_parts(&block[16..144], part))
+    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
+        words[4 + part / 2 * UNITS + unit].shr(part % 2 * 4).and(LOW)
     }
 }
 
@@ -259,24 +337,23 @@ impl BlockCodec for Q5KCodec {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 176;
     const HAS_OFFSETS: bool = true;
+    const ZERO: u8 = 0;
+    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 44 };
 
     #[inline(always)]
-    fn scales(block: &[u8]) -> RunScales {
-        six_bit_scales(block)
+    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        six_bit_scales(words, run);
     }
 
     #[inline(always)]
-    fn codes(block: &[u8], part: usize) -> [i8; CODES] {
-        let mut codes = halves_of_parts(&block[48..176], part);
-        for (code, high) in codes.iter_mut().zip(&block[16..48]) {
-            *code |= (high >> part & 1) << 4;
-        }
-        signed(&codes)
+    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
+        let high = words[4 + unit].shr(part).and(0x0101_0101).shl(4);
+        words[12 + part / 2 * UNITS + unit].shr(part % 2 * 4).and(LOW).or(high)
     }
 }
 
-/// Codec of [`BlockFormat::Q6K`](super::BlockFormat::Q6K): 128 bytes of low bits, 64 bytes of high bits, 16 signed scales and their f16 factor;
-/// 32 is zero.
+/// Codec of [`BlockFormat::Q6K`](super::BlockFormat::Q6K): 128 bytes of low bits, 64 bytes of high bits, 16 signed scales and their f16
+/// factor; 32 is zero.
 #[derive(Debug, Clone, Copy)]
 pub struct Q6KCodec;
 
@@ -284,29 +361,25 @@ impl BlockCodec for Q6KCodec {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 210;
     const HAS_OFFSETS: bool = false;
+    const RUN_ELEMENTS: usize = RUN;
+    const ZERO: u8 = 32;
+    const WORDS: BlockWords = BlockWords { first_byte: 0, count: 52 };
+    const EXTRA: Option<usize> = Some(208);
 
     #[inline(always)]
-    fn scales(block: &[u8]) -> RunScales {
-        let factor = half(block, 208);
-        let mut runs = same(0.0, -0.0);
-        for (scale, byte) in runs.scales.iter_mut().zip(&block[192..208]) {
-            *scale = factor * f32::from(byte.cast_signed());
+    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+        let factors = words[52].halves();
+        for index in 0..RUNS {
+            let signed = words[48 + index / 4].shl(24 - index % 4 * 8).shr_signed(24);
+            run(index, W::products(factors, signed.numbers()), None);
         }
-        runs
     }
 
     #[inline(always)]
-    fn codes(block: &[u8], part: usize) -> [i8; CODES] {
+    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
         // Half of the block, and the quarter in it.
         let (half, quarter) = (part / 4, part % 4);
-        let low: &[u8; CODES] =
-            block[64 * half + quarter % 2 * CODES..][..CODES].try_into().expect("32 bytes");
-        let high: &[u8; CODES] = block[128 + CODES * half..][..CODES].try_into().expect("32 bytes");
-        let (low_shift, high_shift) = (quarter / 2 * 4, 2 * quarter);
-        let mut codes = [0; CODES];
-        for (code, (low, high)) in codes.iter_mut().zip(low.iter().zip(high)) {
-            *code = (low >> low_shift & 15 | (high >> high_shift & 3) << 4).cast_signed().wrapping_sub(32);
-        }
-        codes
+        let high = words[32 + UNITS * half + unit].shr(2 * quarter).and(0x0303_0303).shl(4);
+        words[16 * half + quarter % 2 * UNITS + unit].shr(quarter / 2 * 4).and(LOW).or(high)
     }
 }

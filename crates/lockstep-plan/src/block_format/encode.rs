@@ -1,7 +1,7 @@
 //! Encoding of one block of each format.
 
 use super::{
-    decode::CODES,
+    decode::PART,
     half::{narrow, widen},
 };
 
@@ -30,9 +30,9 @@ pub(super) fn q8_0(values: &[f32], block: &mut [u8]) {
 }
 
 /// Writes 32 codes of 4 bits: the first 16 to low halves, the others to high halves.
-fn put_halves(codes: [u8; CODES], bytes: &mut [u8]) {
+fn put_halves(codes: [u8; PART], bytes: &mut [u8]) {
     for (index, byte) in bytes.iter_mut().enumerate() {
-        *byte = codes[index] | codes[index + CODES / 2] << 4;
+        *byte = codes[index] | codes[index + PART / 2] << 4;
     }
 }
 
@@ -102,7 +102,7 @@ const SIX_BITS: f32 = 63.0;
 /// Encodes Q4_K (codes up to 15) and Q5_K (up to 31).
 pub(super) fn with_minima(values: &[f32], block: &mut [u8], largest: u8) {
     let fits: Vec<(f32, f32)> =
-        values.chunks_exact(CODES).map(|run| fit_with_minimum(run, f32::from(largest))).collect();
+        values.chunks_exact(PART).map(|run| fit_with_minimum(run, f32::from(largest))).collect();
     let factor = fits.iter().fold(0.0_f32, |most, fit| most.max(fit.0)) / SIX_BITS;
     let factor_of_minima = fits.iter().fold(0.0_f32, |most, fit| most.max(-fit.1)) / SIX_BITS;
     block.fill(0);
@@ -111,14 +111,14 @@ pub(super) fn with_minima(values: &[f32], block: &mut [u8], largest: u8) {
     let (factor, factor_of_minima) = (widen(narrow(factor)), widen(narrow(factor_of_minima)));
     let five_bits = largest > 15;
     let low_bits = if five_bits { 48 } else { 16 };
-    for (part, (run, (scale, minimum))) in values.chunks_exact(CODES).zip(fits).enumerate() {
+    for (part, (run, (scale, minimum))) in values.chunks_exact(PART).zip(fits).enumerate() {
         let of_factor = |x: f32, factor: f32| (x * reciprocal(factor)).round().clamp(0.0, SIX_BITS);
         let (scale, minimum) = (of_factor(scale, factor), of_factor(-minimum, factor_of_minima));
         put_six_bits(&mut block[4..16], part, scale as u8, minimum as u8);
         let (inverse, minimum) = (reciprocal(factor * scale), factor_of_minima * minimum);
         for (index, x) in run.iter().enumerate() {
             let code = ((x + minimum) * inverse).round().clamp(0.0, f32::from(largest)) as u8;
-            block[low_bits + part / 2 * CODES + index] |= (code & 15) << (part % 2 * 4);
+            block[low_bits + part / 2 * PART + index] |= (code & 15) << (part % 2 * 4);
             if five_bits {
                 block[16 + index] |= code >> 4 << part;
             }
@@ -174,9 +174,9 @@ pub(super) fn q6_k(values: &[f32], block: &mut [u8]) {
         for (index, x) in values.iter().enumerate() {
             let code = ((x * inverse).round().clamp(-32.0, 31.0) + 32.0) as u8;
             let element = run * RUN + index;
-            let (half, quarter, place) = (element / 128, element / CODES % 4, element % CODES);
-            block[64 * half + quarter % 2 * CODES + place] |= (code & 15) << (quarter / 2 * 4);
-            block[128 + CODES * half + place] |= code >> 4 << (2 * quarter);
+            let (half, quarter, place) = (element / 128, element / PART % 4, element % PART);
+            block[64 * half + quarter % 2 * PART + place] |= (code & 15) << (quarter / 2 * 4);
+            block[128 + PART * half + place] |= code >> 4 << (2 * quarter);
         }
     }
 }

@@ -5,7 +5,7 @@ const TWO_POW_112: f32 = f32::from_bits((127 + 112) << 23);
 
 /// Returns the value of an f16, by arithmetic that vectorizes.
 #[inline(always)]
-pub(super) fn widen(bits: u16) -> f32 {
+pub fn widen(bits: u16) -> f32 {
     let bits = u32::from(bits);
     // Moving the exponent by a multiplication is exact and handles subnormal numbers too.
     let finite = f32::from_bits((bits & 0x7fff) << 13) * TWO_POW_112;

@@ -1,17 +1,21 @@
-//! Block formats of quantized weights, as GGUF files store them (llama.cpp: `ggml-common.h`, `ggml-quants.c`).
+//! Block formats of quantized weights: those of GGUF files (llama.cpp: `ggml-common.h`, `ggml-quants.c`), and those into which packed
+//! tensors of safetensors files are repacked.
 //!
-//! A row of a matrix is a sequence of blocks of 32 or 256 neighbours along the columns. An element is `scale · code + offset`, with one
-//! scale and offset for each run of 16 or 32 elements. The product is exact in f32, so that a value is rounded once, in the sum.
-//! Decoding here is plain arithmetic on arrays that a caller can compile for any vector instructions.
+//! A row of a matrix is a sequence of blocks of 32, 64, 128 or 256 neighbours along the columns. An element is `scale · code + offset`,
+//! with one scale and offset for each run of 16 or 32 elements. The product is exact in f32 for scales of 16 bits, so that a value is
+//! rounded once, in the sum. Decoding here is plain arithmetic on arrays that a caller can compile for any vector instructions.
 
 mod decode;
 mod encode;
+mod groups;
 mod half;
 
 pub use decode::{
-    BlockCodec, CODES, LineScales, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec, RUN, RUNS,
-    RunScales, dequantize,
+    BlockCodec, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec,
+    RUN, RUNS, UNITS, Words, all_words, dequantize,
 };
+pub use groups::{Fp8Codec, Int4Codec, Int8Codec, NF4, Nf4Codec, fp8_value, int4_group, int8_group};
+pub use half::widen;
 
 use crate::named_enum::named_enum;
 
@@ -31,6 +35,20 @@ named_enum! {
         Q5K = "q5_k",
         /// 256 integers of 6 bits with a scale of 8 bits for each run of 16: 6.5625 bits per weight.
         Q6K = "q6_k",
+        /// 32 integers of 4 bits, an f32 scale and a zero point: 5.25 bits per weight.
+        Int4G32 = "int4_g32",
+        /// 64 integers of 4 bits, an f32 scale and a zero point: 4.625 bits per weight.
+        Int4G64 = "int4_g64",
+        /// 128 integers of 4 bits, an f32 scale and a zero point: 4.3125 bits per weight.
+        Int4G128 = "int4_g128",
+        /// 32 integers of 8 bits and an f32 scale: 9 bits per weight.
+        Int8G32 = "int8_g32",
+        /// 128 integers of 8 bits and an f32 scale: 8.25 bits per weight.
+        Int8G128 = "int8_g128",
+        /// 128 floats of 8 bits (E4M3) and an f32 scale: 8.25 bits per weight.
+        Fp8G128 = "fp8_g128",
+        /// 64 codes of 4 bits for quantiles of the normal distribution, and an f32 scale: 4.5 bits per weight.
+        Nf4G64 = "nf4_g64",
     }
 }
 
@@ -63,29 +81,60 @@ macro_rules! with_block_codec {
                 type $Codec = $crate::block_format::Q6KCodec;
                 $body
             }
+            $crate::BlockFormat::Int4G32 => {
+                type $Codec = $crate::block_format::Int4Codec<32>;
+                $body
+            }
+            $crate::BlockFormat::Int4G64 => {
+                type $Codec = $crate::block_format::Int4Codec<64>;
+                $body
+            }
+            $crate::BlockFormat::Int4G128 => {
+                type $Codec = $crate::block_format::Int4Codec<128>;
+                $body
+            }
+            $crate::BlockFormat::Int8G32 => {
+                type $Codec = $crate::block_format::Int8Codec<32>;
+                $body
+            }
+            $crate::BlockFormat::Int8G128 => {
+                type $Codec = $crate::block_format::Int8Codec<128>;
+                $body
+            }
+            $crate::BlockFormat::Fp8G128 => {
+                type $Codec = $crate::block_format::Fp8Codec;
+                $body
+            }
+            $crate::BlockFormat::Nf4G64 => {
+                type $Codec = $crate::block_format::Nf4Codec;
+                $body
+            }
         }
     };
 }
 
 impl BlockFormat {
+    /// Formats of GGUF files.
+    pub const OF_GGUF: [Self; 6] = [Self::Q8_0, Self::Q4_0, Self::Q4_1, Self::Q4K, Self::Q5K, Self::Q6K];
+
     /// Returns the number of elements of a block.
     pub const fn block_elements(self) -> usize {
-        match self {
-            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 => 32,
-            Self::Q4K | Self::Q5K | Self::Q6K => 256,
-        }
+        with_block_codec!(self, Codec => <Codec as BlockCodec>::ELEMENTS)
     }
 
     /// Returns the number of bytes of a block.
     pub const fn block_bytes(self) -> usize {
-        match self {
-            Self::Q8_0 => Q8_0Codec::BYTES,
-            Self::Q4_0 => Q4_0Codec::BYTES,
-            Self::Q4_1 => Q4_1Codec::BYTES,
-            Self::Q4K => Q4KCodec::BYTES,
-            Self::Q5K => Q5KCodec::BYTES,
-            Self::Q6K => Q6KCodec::BYTES,
-        }
+        with_block_codec!(self, Codec => <Codec as BlockCodec>::BYTES)
+    }
+
+    /// Returns true if codes are integers, which can be multiplied with integers.
+    pub const fn has_integer_codes(self) -> bool {
+        with_block_codec!(self, Codec => Codec::HAS_INTEGER_CODES)
+    }
+
+    /// Returns true if runs have offsets besides their scales.
+    pub const fn has_offsets(self) -> bool {
+        with_block_codec!(self, Codec => Codec::HAS_OFFSETS)
     }
 
     /// Returns the number of bytes of `elements` elements; `None` if they are not whole blocks or are too many.
@@ -121,6 +170,10 @@ impl BlockFormat {
                 Self::Q4K => encode::with_minima(values, block, 15),
                 Self::Q5K => encode::with_minima(values, block, 31),
                 Self::Q6K => encode::q6_k(values, block),
+                Self::Int4G32 | Self::Int4G64 | Self::Int4G128 => groups::encode_int4(values, block),
+                Self::Int8G32 | Self::Int8G128 => groups::encode_int8(values, block),
+                Self::Fp8G128 => groups::encode_fp8(values, block),
+                Self::Nf4G64 => groups::encode_nf4(values, block),
             }
         }
     }

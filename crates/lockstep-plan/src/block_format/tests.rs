@@ -67,6 +67,13 @@ fn an_encoded_matrix_is_near_the_numbers_it_was_made_of() {
         (BlockFormat::Q4K, 0.08),
         (BlockFormat::Q5K, 0.04),
         (BlockFormat::Q6K, 0.02),
+        (BlockFormat::Int4G32, 0.08),
+        (BlockFormat::Int4G64, 0.09),
+        (BlockFormat::Int4G128, 0.1),
+        (BlockFormat::Int8G32, 0.006),
+        (BlockFormat::Int8G128, 0.007),
+        (BlockFormat::Fp8G128, 0.03),
+        (BlockFormat::Nf4G64, 0.1),
     ];
     let philox = Philox::new(7);
     let values: Vec<f32> = (0..64 * 256).map(|index| philox.normal(index) * 0.02).collect();
@@ -98,6 +105,32 @@ fn zeros_and_equal_numbers_are_encoded_without_an_undefined_result() {
                 );
             }
         }
+    }
+}
+
+#[test]
+fn a_block_of_4_bit_codes_subtracts_its_zero_point() {
+    let codes: Vec<u8> = (0..64).map(|index| (index * 7 % 16) as u8).collect();
+    let mut block = vec![0; Int4Codec::<64>::BYTES];
+    for zero_point in [0, 8, 16] {
+        Int4Codec::<64>::pack(-0.3, zero_point, &codes, &mut block);
+        let mut values = [0.0; 64];
+        BlockFormat::Int4G64.dequantize(&block, &mut values);
+        let expected = codes.iter().map(|code| -0.3 * (f32::from(*code) - f32::from(zero_point)));
+        assert_eq!(values.to_vec(), expected.collect::<Vec<f32>>(), "zero point {zero_point}");
+    }
+}
+
+#[test]
+fn numbers_of_8_bits_have_four_bits_of_exponent_and_three_of_mantissa() {
+    for code in 0..=u8::MAX {
+        let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+        let magnitude = match exponent {
+            0 => mantissa * 2.0_f32.powi(-9),
+            _ => (1.0 + mantissa / 8.0) * 2.0_f32.powi(exponent - 7),
+        };
+        let expected = if code >> 7 == 1 { -magnitude } else { magnitude };
+        assert_eq!(fp8_value(code).to_bits(), expected.to_bits(), "code {code:#x}");
     }
 }
 

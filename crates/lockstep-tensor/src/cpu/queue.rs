@@ -9,7 +9,7 @@ use super::{
     gemm::Scratch,
     pool::{Pool, Workers},
 };
-use crate::{Arena, CpuLevel, Event, F32Products, Kernels, Queue, Summation, TensorError};
+use crate::{Arena, BlockActivations, CpuLevel, Event, F32Products, Kernels, Queue, Summation, TensorError};
 
 /// A queue that runs every kernel before it returns.
 pub struct CpuQueue {
@@ -17,6 +17,7 @@ pub struct CpuQueue {
     pub(super) level: CpuLevel,
     pub(super) f32_products: F32Products,
     pub(super) summation: Summation,
+    pub(super) block_activations: BlockActivations,
     pub(super) arena: Arena,
     pub(super) scratch: Scratch,
 }
@@ -40,8 +41,15 @@ impl CpuQueue {
         let pool = Arc::new(pool);
         let scratch = Scratch::new(pool.threads(), arena)?;
         let level = level.on_this_cpu();
-        let (f32_products, summation) = (F32Products::default(), Summation::default());
-        Ok(Self { pool, level, f32_products, summation, arena: arena.clone(), scratch })
+        Ok(Self {
+            pool,
+            level,
+            f32_products: F32Products::default(),
+            summation: Summation::default(),
+            block_activations: BlockActivations::default(),
+            arena: arena.clone(),
+            scratch,
+        })
     }
 
     /// Returns the instruction set that this queue uses.
@@ -80,6 +88,10 @@ impl Queue for CpuQueue {
 
     fn set_summation(&mut self, summation: Summation) {
         self.summation = summation;
+    }
+
+    fn set_block_activations(&mut self, activations: BlockActivations) {
+        self.block_activations = activations;
     }
 
     fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {

@@ -11,12 +11,13 @@ use super::{
 };
 use crate::{
     Activation, AdamW, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels,
-    BlockGemm, BlockKernels, BlockMatrix, Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue,
-    Device, DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event, F32Products, GatedActivation,
-    Gelu, Gemm, GemmKernels, GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon,
-    NormKernels, OptimizerKernels, PagedCache, Pending, Permutation, PermutationKernels, Pool2d, PoolKernels,
-    QuantizationKernels, Queue, RmsNorm, RotaryKernels, Rotation, Router, RouterGradients, RouterKernels,
-    RouterOutputs, RunningStatistics, Sgd, Summation, TensorError, TokenPositions, View, Workers, Write,
+    BlockActivations, BlockGemm, BlockKernels, BlockMatrix, Conv2d, ConvolutionKernels, CopyKernels,
+    CpuLevel, CpuQueue, Device, DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event,
+    F32Products, GatedActivation, Gelu, Gemm, GemmKernels, GroupedGemm, HeadKernels, Kernels, LayerNorm,
+    Lion, LossKernels, Muon, NormKernels, OptimizerKernels, PagedCache, Pending, Permutation,
+    PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm, RotaryKernels, Rotation,
+    Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd, Summation, TensorError,
+    TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -108,6 +109,11 @@ impl Queue for DelayedQueue {
     fn set_summation(&mut self, summation: Summation) {
         self.device.list.run_all();
         Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_summation(summation);
+    }
+
+    fn set_block_activations(&mut self, activations: BlockActivations) {
+        self.device.list.run_all();
+        Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_block_activations(activations);
     }
 
     fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {

@@ -75,10 +75,22 @@ pub enum Matrix<'a> {
     Blocks(BlockMatrix<'a>),
 }
 
+/// Type of the activations in products with quantized weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum BlockActivations {
+    /// Their own. The product has the bits of the [`NT`](crate::GemmLayout::NT) product with the weights decoded and rounded to the
+    /// type of the activations.
+    #[default]
+    Float,
+    /// Int8 with a scale for each 32 neighbours of a row, the largest magnitude divided by 127. Products of codes are summed as
+    /// integers in a run of the weights, and in f32 along the depth. Several times faster.
+    Int8,
+}
+
 /// A product with quantized weights: `C = A · Bᵀ (+ bias)`.
 ///
-/// It has the bits of the [`NT`](crate::GemmLayout::NT) product with `B` decoded and rounded to the type of `A`, summed
-/// [by depth](crate::Summation::ByDepth) whatever the queue's setting.
+/// It is summed [by depth](crate::Summation::ByDepth) whatever the queue's setting, with activations of the type of
+/// [`BlockActivations`].
 #[derive(Debug, Clone, Copy)]
 pub struct BlockGemm<'a> {
     /// Left operand `[m, k]`: f32, bf16 or f16.

@@ -25,7 +25,7 @@ mod pool;
 pub use attention::{Attention, AttentionKernels, AttentionWrite, PAGE_TOKENS, PagedCache, TokenSpan};
 pub use attention_variant::{AttentionDirection, AttentionVariant, alibi_slopes, document_ends};
 pub use batch_norm::{BatchNorm, BatchNormKernels, RunningStatistics};
-pub use blocks::{BlockGemm, BlockKernels, BlockMatrix, Matrix};
+pub use blocks::{BlockActivations, BlockGemm, BlockKernels, BlockMatrix, Matrix};
 pub use convolution::{Conv2d, ConvolutionKernels, Window2d};
 pub use copies::{CopyKernels, QuantizationKernels};
 pub use elementwise::{Activation, Dropout, ElementwiseKernels, GatedActivation, Gelu, TokenPositions};

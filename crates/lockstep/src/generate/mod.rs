@@ -9,12 +9,13 @@ mod text;
 mod writer;
 
 use std::io::IsTerminal;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_data::Tokenizer;
-use lockstep_infer::{GenerationConfig, LoadedModel, Sampling, SchedulerOptions, Workload};
+use lockstep_infer::{GenerationConfig, LoadedModel, PlannedWork, Sampling, SchedulerOptions, Workload};
 use serde_json::{Value, json};
 
 use self::{
@@ -78,13 +79,28 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         && arguments.prompt.is_none()
         && arguments.prompts.is_none()
         && std::io::stdin().is_terminal();
-    let prompts =
-        if talks { Vec::new() } else { prompts(arguments.prompt.as_deref(), arguments.prompts.as_deref())? };
-    let found = arguments.model.find()?;
+    let asks_terminal = arguments.prompts.is_none()
+        && arguments.prompt.as_deref().is_none_or(|prompt| prompt == "-")
+        && std::io::stdin().is_terminal();
+    if asks_terminal && arguments.model.ranks.are_several()? {
+        return Err(Failure::configuration(
+            "several ranks cannot read a terminal: give --prompt TEXT or --prompts FILE, pipe the prompt, or run one rank",
+        ));
+    }
+    let mut found = arguments.model.find()?;
     let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
+    let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
+        ControlFlow::Continue(ranks) => ranks,
+        ControlFlow::Break(code) => return Ok(code),
+    };
+    let prompts = if talks {
+        Vec::new()
+    } else {
+        prompts(&ranks, arguments.prompt.as_deref(), arguments.prompts.as_deref())?
+    };
     let ids = prompts.iter().map(|prompt| prompt_ids(&tokenizer, prompt, arguments));
     let ids = ids.collect::<Result<Vec<Vec<u32>>, Failure>>()?;
-    let placed = found.load(workload(arguments, &found, &config, &ids))?;
+    let placed = found.load(workload(arguments, &found, &config, &ids), ranks)?;
     let model = &placed.model;
     if !config.ignored.is_empty() {
         warning(&format!(

@@ -3,34 +3,44 @@
 use std::io::{IsTerminal, Read};
 use std::path::Path;
 
-use crate::exit::{CORRUPT_INPUT, Failure};
+use lockstep_engine::Ranks;
 
-/// Returns the prompts that the command line names.
-pub(super) fn prompts(given: Option<&str>, file: Option<&Path>) -> Result<Vec<String>, Failure> {
+use crate::exit::{CORRUPT_INPUT, Failure};
+use crate::inference_ranks::shared_text;
+
+/// Returns the prompts that the command line names, on all ranks. The first one reads standard input.
+pub(super) fn prompts(
+    ranks: &Ranks,
+    given: Option<&str>,
+    file: Option<&Path>,
+) -> Result<Vec<String>, Failure> {
     if let Some(file) = file {
         return prompts_of(file);
     }
     match given {
         Some(prompt) if prompt != "-" => Ok(vec![prompt.to_owned()]),
-        asked => {
-            let nothing = || {
-                Failure::configuration(
-                    "there is no prompt: give --prompt TEXT, --prompts FILE or text on standard input; --chat on a \
-                     terminal begins a conversation",
-                )
-            };
-            if asked.is_none() && std::io::stdin().is_terminal() {
-                return Err(nothing());
-            }
-            let mut text = String::new();
-            std::io::stdin().read_to_string(&mut text).map_err(|error| Failure {
-                message: format!("standard input: {error}; a prompt is UTF-8 text"),
-                code: CORRUPT_INPUT,
-            })?;
-            let text = text.strip_suffix('\n').unwrap_or(&text);
-            if text.is_empty() { Err(nothing()) } else { Ok(vec![text.to_owned()]) }
-        }
+        asked => Ok(vec![shared_text(ranks, || standard_input(asked))?]),
     }
+}
+
+/// Returns the text on standard input; `asked` is the prompt of the command line.
+fn standard_input(asked: Option<&str>) -> Result<String, Failure> {
+    let nothing = || {
+        Failure::configuration(
+            "there is no prompt: give --prompt TEXT, --prompts FILE or text on standard input; --chat on a \
+                     terminal begins a conversation",
+        )
+    };
+    if asked.is_none() && std::io::stdin().is_terminal() {
+        return Err(nothing());
+    }
+    let mut text = String::new();
+    std::io::stdin().read_to_string(&mut text).map_err(|error| Failure {
+        message: format!("standard input: {error}; a prompt is UTF-8 text"),
+        code: CORRUPT_INPUT,
+    })?;
+    let text = text.strip_suffix('\n').unwrap_or(&text);
+    if text.is_empty() { Err(nothing()) } else { Ok(text.to_owned()) }
 }
 
 /// Returns the lines of a file that are not empty.

@@ -62,7 +62,7 @@ impl InferenceArguments {
 
     pub(super) fn run(&self, model: &str, as_json: bool) -> Result<(), Failure> {
         let threads = threads(self.threads)?;
-        let options = LoadOptions { threads, dtype: self.dtype.dtype() };
+        let options = LoadOptions { dtype: self.dtype.dtype(), ..LoadOptions::new(threads) };
         let found = &FoundModel::new(model, None, options, &self.placement)?;
         let longest = found.description.config().max_position_embeddings();
         let context = self.context.map_or(CONTEXT.min(longest), |tokens| tokens as usize);

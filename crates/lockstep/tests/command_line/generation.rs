@@ -89,6 +89,69 @@ fn texts_are_the_same_one_by_one_and_in_a_batch() {
 }
 
 #[test]
+fn several_ranks_generate_and_measure_what_one_does() {
+    let workshop = Workshop::trained();
+    workshop.write("prompts.txt", "All ranks\nwait\n");
+    let told = ["--prompts", "prompts.txt", "--temperature", "0", "--max-new-tokens", "9", "--json"];
+    let expected = generate(&workshop, &told).json();
+    let loss = |more: &[&str]| {
+        let eval = ["eval", "--model", "hf", "--data", "text.txt", "--seq-len", "16", "--json"];
+        workshop.run(&[&eval[..], more].concat()).json()["loss"].as_f64().unwrap()
+    };
+    for plan in [
+        &["--nproc-per-node", "2"][..],
+        &["--set", "parallel.pipeline_parallel=2"],
+        &["--nproc_per_node=4", "--set=parallel.pipeline_parallel=2", "--set=parallel.transport=tcp"],
+    ] {
+        assert_eq!(generate(&workshop, &[&told[..], plan].concat()).json(), expected, "{plan:?}");
+        assert!((loss(plan) / loss(&[]) - 1.0).abs() < 1e-5, "{plan:?}");
+    }
+    let of_training = ["plan", "run.toml", "--set", "parallel.tensor_parallel=2", "-o", "plan.json"];
+    workshop.run(&of_training).succeeds();
+    assert_eq!(generate(&workshop, &[&told[..], &["--plan", "plan.json"]].concat()).json(), expected);
+    let context = loss(&["--set", "parallel.context_parallel=2"]);
+    assert!((context / loss(&[]) - 1.0).abs() < 1e-5, "{context}");
+    let beams = ["--num-beams", "3", "--prompt", "All", "--max-new-tokens", "5", "--json"];
+    let found = generate(&workshop, &beams).json();
+    assert_eq!(generate(&workshop, &[&beams[..], &["--nproc-per-node", "2"]].concat()).json(), found);
+    let piped = format!(
+        "printf 'All ranks' | '{}' generate --model hf --temperature 0 --max-new-tokens 9 --nproc-per-node 2",
+        env!("CARGO_BIN_EXE_lockstep")
+    );
+    let text = workshop.start("sh", &["-c", &piped]).finish().succeeds();
+    let of_one = expected["results"][0]["text"].as_str().unwrap();
+    assert_eq!(text.stdout, format!("All ranks{of_one}\n"));
+    assert!(!text.stderr.contains("rank 1"), "{}", text.stderr);
+    let bench = ["bench", "generate", "--model", "hf", "--prompt-tokens", "8", "--new-tokens", "4", "--json"];
+    let measured = workshop.run(&[&bench[..], &["--nproc-per-node", "2"]].concat()).json();
+    assert_eq!(
+        (&measured["ranks"], measured["weights_in_place_bytes"].as_u64() > Some(0)),
+        (&json!(2), true)
+    );
+}
+
+#[test]
+fn plans_that_inference_cannot_run_are_refused_before_any_rank_starts() {
+    let workshop = Workshop::trained();
+    for (more, parts) in [
+        (
+            &["--nproc-per-node", "3"][..],
+            &["tensor 3 does not divide the 2 attention heads", "nearest: 2"][..],
+        ),
+        (&["--set", "parallel.context_parallel=2"], &["context_parallel 2", "generation has not"]),
+        (&["--set", "parallel.data_parallel_replicate=2"], &["data_parallel_replicate 2", "one replica"]),
+        (
+            &["--set", "parallel.zero_stage=3"],
+            &["parallel.zero_stage", "allowed", "parallel.tensor_parallel"],
+        ),
+        (&["--set", "parallel.tensor_parallel=2", "--nproc-per-node", "5"], &["2 ranks", "5 ranks"]),
+        (&["--nproc-per-node", "2", "--max-memory", "cpu=1GiB"], &["--max-memory", "one rank"]),
+    ] {
+        generate(&workshop, &[&["--prompt", "All"], more].concat()).refuses(2, parts);
+    }
+}
+
+#[test]
 fn options_of_sampling_change_the_text_as_they_say() {
     let workshop = Workshop::trained();
     let run = |more: &[&str]| {

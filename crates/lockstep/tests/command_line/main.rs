@@ -34,6 +34,7 @@ mod pages;
 mod placement;
 mod plan;
 mod plan_page;
+mod quantized;
 mod ranks;
 mod recipes;
 mod records;

@@ -7,8 +7,8 @@ use super::{
     tests::queues,
 };
 use crate::{
-    BlockGemm, BlockKernels, BlockMatrix, EmbeddingKernels, Gemm, GemmKernels, GemmLayout, Queue, Summation,
-    Tensor, Write,
+    BlockActivations, BlockGemm, BlockKernels, BlockMatrix, EmbeddingKernels, Gemm, GemmKernels, GemmLayout,
+    Queue, Summation, Tensor, View, Write,
 };
 
 /// Returns the bytes of a quantized matrix, and its decoded elements.
@@ -66,6 +66,78 @@ fn a_product_with_quantized_weights_has_the_bits_of_the_dense_product() {
     for format in BlockFormat::ALL {
         compare(format, [37, 256 + format.block_elements()], &[1, 2, 3, 4, 5, 6, 7, 8, 9], 1);
         compare(format, [40, 2304], &[2, 30], 2);
+    }
+}
+
+/// Returns activations as int8 products read them: each the nearest of 255 multiples of a scale for its 32 neighbours.
+fn rounded_to_int8(activations: &[f64]) -> Vec<f64> {
+    let groups = activations.chunks_exact(32).flat_map(|group| {
+        let largest = group.iter().fold(0.0_f32, |largest, value| largest.max(value.abs() as f32));
+        let code = move |value: &f64| f64::from((*value as f32 * (127.0 / largest)).round_ties_even());
+        group.iter().map(move |value| f64::from(largest / 127.0) * code(value))
+    });
+    groups.collect()
+}
+
+/// Compares each element with the f64 product of the rounded operands, and its bits with those of the row alone.
+#[test]
+fn a_product_with_int8_activations_is_that_of_their_codes_in_any_batch() {
+    for format in BlockFormat::ALL.into_iter().filter(|format| format.has_integer_codes()) {
+        for (n, k, rows) in [(37, 256 + format.block_elements(), 9), (70, 1280, 21), (16, 512, 3)] {
+            let (bytes, decoded) = quantized(format, [n, k], 3);
+            let matrix = BlockMatrix::new(format, bytes.view(), [n, k]);
+            for (types, mut queue) in
+                TYPES.into_iter().flat_map(|types| queues(2).into_iter().map(move |queue| (types, queue)))
+            {
+                queue.set_block_activations(BlockActivations::Int8);
+                let random = random_of(types.0, 1, rows * k);
+                let a = floats(types.0, [rows, k], &random);
+                let bias = floats(types.0, [n], &random_of(types.0, 2, n));
+                let multiply = |a: View<'_>, rows: usize| {
+                    let c = floats(types.1, [rows, n], &vec![0.0; rows * n]);
+                    let bias = Some(bias.view());
+                    queue.block_gemm(BlockGemm { a, b: matrix, c: c.view(), bias });
+                    values(c.view())
+                };
+                let found = multiply(a.view(), rows);
+                let name = format!("{} {format} {types:?} {rows} x {n} x {k}", queue.level());
+                let rounding = match types.1 {
+                    DType::BF16 => 2.0_f64.powi(-8),
+                    DType::F16 => 2.0_f64.powi(-11),
+                    _ => 0.0,
+                };
+                for (row, found) in found.chunks_exact(n).enumerate() {
+                    let alone = multiply(a.view().rows(row..row + 1), 1);
+                    assert_eq!(found, alone, "{name}: row {row} among others and alone");
+                    let codes = rounded_to_int8(&random[row * k..][..k]);
+                    for (column, (found, bias)) in found.iter().zip(values(bias.view())).enumerate() {
+                        let terms = codes.iter().zip(&decoded[column * k..][..k]).map(|(x, w)| x * w);
+                        let (sum, magnitude) =
+                            terms.fold((bias, bias.abs()), |(sum, all), term| (sum + term, all + term.abs()));
+                        let bound = 1e-6 * magnitude + rounding * sum.abs();
+                        let error = (found - sum).abs();
+                        assert!(error <= bound, "{name}: [{row}, {column}] is {found} for {sum}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_of_activations_without_a_number_spoils_no_other_row() {
+    let (bytes, _) = quantized(BlockFormat::Q8_0, [20, 64], 3);
+    let matrix = BlockMatrix::new(BlockFormat::Q8_0, bytes.view(), [20, 64]);
+    for mut queue in queues(1) {
+        queue.set_block_activations(BlockActivations::Int8);
+        let mut activations = vec![1.0; 3 * 64];
+        (activations[3], activations[64 + 40], activations[65]) = (f64::INFINITY, f64::NAN, 1e-42);
+        let [a, c] = [floats(DType::F32, [3, 64], &activations), floats(DType::F32, [3, 20], &[0.0; 60])];
+        queue.block_gemm(BlockGemm { a: a.view(), b: matrix, c: c.view(), bias: None });
+        for (row, products) in values(c.view()).chunks_exact(20).enumerate() {
+            let is_expected = |product: &f64| if row < 2 { product.is_nan() } else { product.is_finite() };
+            assert!(products.iter().all(is_expected), "{} row {row}: {products:?}", queue.level());
+        }
     }
 }
 

@@ -1,104 +1,92 @@
-//! Decoding of quantized weights to pairs of bf16 by AVX-512.
-//!
-//! The codes of 16 lines are transposed as pairs of bytes, which takes half the instructions that units would, so that lanes are lines;
-//! then the scales of all lines are one vector for a whole run.
+//! Decoding of quantized weights to pairs of bf16 by AVX-512. A lane is a line, so that the scales of 16 lines are one vector.
 
 use std::arch::x86_64::*;
 
-use super::transpose::Square;
+use lockstep_plan::{
+    block_format::{BlockCodec, PART, RUN, RUNS, UNITS},
+    with_block_codec,
+};
 
-/// Lines of a 512-bit vector with 32 codes of each.
-const HALF: usize = 8;
+use super::{
+    block_lines::{BlockLines, WordBuffer},
+    transpose::Square,
+    word_lanes::Words512,
+};
+use crate::cpu::simd::inlined;
 
-/// Decodes as [`Lanes::decode_pairs`](super::lanes::Lanes::decode_pairs) does.
+/// Decodes as [`Lanes::decode_pairs`](super::lanes::Lanes::decode_pairs) does. A function of its own, so that the formats are compiled
+/// once.
 ///
 /// # Safety
-/// The target must hold 16 units of 16 lines.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+/// The CPU must have the instructions, the lines the chunk, and the target must hold its units.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn decode_pairs(
-    codes: &[[i8; 32]; 16],
-    scales: [&[f32; 16]; 2],
-    offsets: Option<[&[f32; 16]; 2]>,
+    lines: &BlockLines<'_>,
+    first: usize,
+    start: usize,
     target: Square<*mut u32>,
 ) {
-    let columns = transposed(codes);
-    for half in 0..2 {
-        let factors = doubled(scales[half]);
-        let terms = match offsets {
-            Some(offsets) => doubled(offsets[half]),
-            None => [_mm512_setzero_ps(); 2],
-        };
-        for (pair, column) in columns.iter().enumerate() {
-            // Quarters of a column: pair `pair` of lines 0 to 7, pair `pair + 8` of them, then the same of lines 8 to 15.
-            let quarters = quarters_of(column);
-            let mut decoded = [_mm512_setzero_ps(); 2];
-            for lines in 0..2 {
-                let codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(quarters[2 * lines + half]));
-                decoded[lines] = match offsets {
-                    Some(_) => _mm512_fmadd_ps(codes, factors[lines], terms[lines]),
-                    None => _mm512_mul_ps(codes, factors[lines]),
-                };
-            }
-            // SAFETY: the same 512 bits; the target has the unit.
-            unsafe {
-                let pairs: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(decoded[1], decoded[0]));
-                _mm512_storeu_si512(target.first.add((half * HALF + pair) * target.stride).cast(), pairs);
+    let chunk = lines.chunk(first..first + 16, start);
+    with_block_codec!(lines.format, Codec => {
+        let mut buffer = WordBuffer::ZEROS;
+        for block in 0..chunk.elements / Codec::ELEMENTS {
+            // SAFETY: the caller's promises, here and below.
+            let words = unsafe { buffer.read::<Words512, Codec>(&chunk.addresses, block) };
+            let mut runs = [(_mm512_setzero_ps(), _mm512_setzero_ps()); RUNS];
+            Codec::scales(words,  inlined!(|run: usize, [scales]: [__m512; 1], offsets: Option<[__m512; 1]>| {
+                runs[run] = (scales, offsets.map_or(scales, inlined!(|[offsets]: [__m512; 1]| offsets)));
+            }));
+            for part in 0..Codec::ELEMENTS / PART {
+                for unit in 0..UNITS {
+                    let (scales, offsets) = runs[(part * PART + unit / (UNITS / 2) * RUN) / Codec::RUN_ELEMENTS];
+                    let [codes] = Codec::unit(words, part, unit).0;
+                    let pairs = pairs_of::<Codec>(codes, scales, offsets);
+                    let at = (block * Codec::ELEMENTS + part * PART) / 2 + 2 * unit;
+                    for (index, pair) in pairs.into_iter().enumerate() {
+                        // SAFETY: as above.
+                        unsafe { _mm512_storeu_si512(target.first.add((at + index) * target.stride).cast(), pair) };
+                    }
+                }
             }
         }
-    }
+    });
 }
 
-/// Returns the four quarters of a vector.
-#[inline(always)]
-fn quarters_of(column: &__m512i) -> &[__m128i; 4] {
-    // SAFETY: the same 64 bytes, and the alignment of the vector is the larger one.
-    unsafe { &*std::ptr::from_ref(column).cast() }
-}
-
-/// Returns each number twice: those of the first eight lines, then of the others.
+/// Returns two pairs of bf16 of each line: four codes times the scales, plus the offsets.
 #[inline]
-#[target_feature(enable = "avx512f")]
-fn doubled(numbers: &[f32; 16]) -> [__m512; 2] {
-    let low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-    let high = _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
-    // SAFETY: 16 numbers.
-    let all = unsafe { _mm512_loadu_ps(numbers.as_ptr()) };
-    [_mm512_permutexvar_ps(low, all), _mm512_permutexvar_ps(high, all)]
-}
-
-/// Transposes pairs of codes: quarter `q` of vector `p` holds pair `p + 8 (q % 2)` of lines `8 (q / 2)` to `8 (q / 2) + 7`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx2")]
-fn transposed(codes: &[[i8; 32]; 16]) -> [__m512i; HALF] {
-    let mut rows = [_mm512_setzero_si512(); HALF];
-    for (line, row) in rows.iter_mut().enumerate() {
-        // SAFETY: 32 codes each.
-        let (low, high) = unsafe {
-            (
-                _mm256_loadu_si256(codes[line].as_ptr().cast()),
-                _mm256_loadu_si256(codes[line + HALF].as_ptr().cast()),
-            )
-        };
-        *row = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
-    }
-    let mut words = [_mm512_setzero_si512(); HALF];
-    for line in (0..HALF).step_by(2) {
-        words[line] = _mm512_unpacklo_epi16(rows[line], rows[line + 1]);
-        words[line + 1] = _mm512_unpackhi_epi16(rows[line], rows[line + 1]);
-    }
-    let mut quads = [_mm512_setzero_si512(); HALF];
-    for line in (0..HALF).step_by(4) {
-        for high in 0..2 {
-            let (first, second) = (words[line + high], words[line + 2 + high]);
-            quads[line + 2 * high] = _mm512_unpacklo_epi32(first, second);
-            quads[line + 2 * high + 1] = _mm512_unpackhi_epi32(first, second);
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+fn pairs_of<C: BlockCodec>(words: __m512i, scales: __m512, offsets: __m512) -> [__m512i; 2] {
+    // The low half of a vector of bf16 and its high half, by turns.
+    let alternate = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18,
+        2, 17, 1, 16, 0,
+    );
+    let (zero, low_byte) = (_mm512_set1_epi32(i32::from(C::ZERO)), _mm512_set1_epi32(0xff));
+    let byte = |index: usize| match index {
+        0 => _mm512_and_si512(words, low_byte),
+        1 => _mm512_and_si512(_mm512_srli_epi32::<8>(words), low_byte),
+        2 => _mm512_and_si512(_mm512_srli_epi32::<16>(words), low_byte),
+        _ => _mm512_srli_epi32::<24>(words),
+    };
+    let decoded = |index: usize| {
+        if !C::HAS_INTEGER_CODES {
+            let [values] = C::value(Words512([words]), index);
+            return _mm512_mul_ps(values, scales);
         }
-    }
-    let mut columns = [_mm512_setzero_si512(); HALF];
-    for pairs in 0..HALF / 2 {
-        columns[2 * pairs] = _mm512_unpacklo_epi64(quads[pairs], quads[4 + pairs]);
-        columns[2 * pairs + 1] = _mm512_unpackhi_epi64(quads[pairs], quads[4 + pairs]);
-    }
-    columns
+        let numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(byte(index), zero));
+        if C::HAS_OFFSETS {
+            _mm512_fmadd_ps(numbers, scales, offsets)
+        } else {
+            _mm512_mul_ps(numbers, scales)
+        }
+    };
+    let pair = |first: usize, second: usize| {
+        // SAFETY: the same 512 bits.
+        let halves = unsafe {
+            std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(decoded(second), decoded(first)))
+        };
+        _mm512_permutexvar_epi16(alternate, halves)
+    };
+    [pair(0, 1), pair(2, 3)]
 }

@@ -3,6 +3,8 @@
 use half::{bf16, f16};
 use lockstep_plan::DType;
 
+#[cfg(target_arch = "x86_64")]
+use super::integer_lanes::{Avx2Integers, VnniIntegers};
 #[cfg(target_arch = "aarch64")]
 use super::{
     aarch64::{Bf16Dots, F32x4, Neon, NeonBf16},
@@ -17,7 +19,8 @@ use super::{
     units::BfloatPair,
 };
 use super::{
-    driver, grouped,
+    driver, grouped, integer,
+    integer_lanes::PlainIntegers,
     kernel::Portable,
     lanes::Plain,
     problem::{Problem, block_problem, problem},
@@ -28,7 +31,7 @@ use crate::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 use crate::F32Products;
 use crate::{
-    BlockGemm, CpuQueue, Gemm, GemmKernels, GroupedGemm,
+    BlockActivations, BlockGemm, CpuQueue, Gemm, GemmKernels, GroupedGemm,
     cpu::{operands::check_disjoint, simd::Float},
 };
 
@@ -63,14 +66,36 @@ fn gemms<'a>(queue: &CpuQueue, types: (DType, DType), gemms: impl Iterator<Item 
 pub(in crate::cpu) fn block_gemm(queue: &CpuQueue, gemm: BlockGemm<'_>) {
     check_disjoint(&[gemm.c], &[gemm.a, gemm.b.bytes()]);
     gemm.bias.into_iter().for_each(|bias| check_disjoint(&[gemm.c], &[bias]));
-    let gemms = std::iter::once(gemm);
     match (gemm.a.dtype(), gemm.c.dtype()) {
-        (DType::F32, DType::F32) => multiply_f32(queue, gemms.map(block_problem)),
-        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, gemms.map(block_problem)),
-        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, gemms.map(block_problem)),
-        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, gemms.map(block_problem)),
-        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, gemms.map(block_problem)),
+        (DType::F32, DType::F32) => multiply_blocks::<f32, f32>(queue, gemm),
+        (DType::BF16, DType::F32) => multiply_blocks::<bf16, f32>(queue, gemm),
+        (DType::BF16, DType::BF16) => multiply_blocks::<bf16, bf16>(queue, gemm),
+        (DType::F16, DType::F32) => multiply_blocks::<f16, f32>(queue, gemm),
+        (DType::F16, DType::F16) => multiply_blocks::<f16, f16>(queue, gemm),
         (a, c) => panic!("no product of {a} operands and quantized weights into {c}"),
+    }
+}
+
+/// Computes a product with quantized weights by the queue's type of activations. Rows of more than [`integer::MOST_DEPTH`] elements stay
+/// as they are, and so do all with weights whose codes are no integers.
+fn multiply_blocks<T: Multiply<C>, C: Float>(queue: &CpuQueue, gemm: BlockGemm<'_>) {
+    let problem = block_problem::<T, C>(gemm);
+    let are_integers = gemm.b.format().has_integer_codes() && problem.k <= integer::MOST_DEPTH;
+    if queue.block_activations == BlockActivations::Float || !are_integers {
+        return T::multiply(queue, std::iter::once(problem));
+    }
+    match queue.level {
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16
+            if std::arch::is_x86_feature_detected!("avx512vnni") =>
+        {
+            integer::multiply::<VnniIntegers, T, C>(queue, &problem);
+        }
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2 | CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => {
+            integer::multiply::<Avx2Integers, T, C>(queue, &problem);
+        }
+        _ => integer::multiply::<PlainIntegers, T, C>(queue, &problem),
     }
 }
 

@@ -10,6 +10,7 @@ use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 use super::decode_pairs;
 use super::{
+    block_lines::BlockLines,
     transpose,
     transpose::{Block, Square},
 };
@@ -41,15 +42,10 @@ pub(in crate::cpu) trait Lanes: Copy {
     /// True if [`Lanes::decode_pairs`] can be called.
     const DECODES_PAIRS: bool = false;
 
-    /// Decodes 32 codes of each of 16 lines to 16 units, pairs of bf16, with the scales and, if there are any, the offsets of the
-    /// lines for both halves of the codes.
-    unsafe fn decode_pairs(
-        codes: &[[i8; 32]; 16],
-        scales: [&[f32; 16]; 2],
-        offsets: Option<[&[f32; 16]; 2]>,
-        target: Square<*mut u32>,
-    ) {
-        let _ = (codes, scales, offsets, target);
+    /// Decodes the chunk from element `start` on of 16 lines from `first` on as pairs of bf16: unit `u` of line `l` goes to
+    /// `target[u · stride + l]`.
+    unsafe fn decode_pairs(lines: &BlockLines<'_>, first: usize, start: usize, target: Square<*mut u32>) {
+        let _ = (lines, first, start, target);
         unreachable!("these vectors decode no pairs")
     }
 
@@ -193,14 +189,9 @@ macro_rules! vector {
                 const DECODES_PAIRS: bool = true;
 
                 #[inline(always)]
-                unsafe fn decode_pairs(
-                    codes: &[[i8; 32]; 16],
-                    scales: [&[f32; 16]; 2],
-                    offsets: Option<[&[f32; 16]; 2]>,
-                    target: Square<*mut u32>,
-                ) {
+                unsafe fn decode_pairs(lines: &BlockLines<'_>, first: usize, start: usize, target: Square<*mut u32>) {
                     // SAFETY: the caller's promise.
-                    unsafe { $decoding::decode_pairs(codes, scales, offsets, target) }
+                    unsafe { $decoding::decode_pairs(lines, first, start, target) }
                 }
             )?
 

@@ -5,10 +5,12 @@
 //! `problem` checks the operands and `dispatch` chooses the micro-kernel. `pack` converts the three layouts and all types to panels. `kernel`, `amx` and `aarch64` hold one micro-kernel for each CPU
 //! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
 //! `convolution` multiplies images, `winograd` with fewer multiplications where it can, `weight_gradient` without packing, and `few_channels` those of a first layer. `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
-//! product for each expert of a mixture. `block_lines` decodes quantized weights while they are packed.
+//! product for each expert of a mixture. `block_lines` decodes quantized weights while they are packed, and `integer` multiplies their codes with int8
+//! `activations`.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
+mod activations;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(all(test, target_arch = "x86_64"))]
@@ -27,10 +29,13 @@ mod driver;
 mod few_channels;
 mod grouped;
 mod image;
+mod integer;
+mod integer_lanes;
 mod kernel;
 mod lanes;
 mod operand;
 mod pack;
+mod packed_lines;
 mod patches;
 mod peak;
 mod problem;
@@ -49,6 +54,7 @@ mod transpose;
 mod units;
 mod weight_gradient;
 mod winograd;
+mod word_lanes;
 
 pub(super) use block_lines::decode_line;
 pub(super) use dispatch::block_gemm;

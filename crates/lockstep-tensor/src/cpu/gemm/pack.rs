@@ -7,10 +7,10 @@
 use std::ops::Range;
 
 use bytemuck::Zeroable;
-use lockstep_plan::DType;
+use lockstep_plan::{DType, with_block_codec};
 
 use super::{
-    block_lines::{BlockLines, CHUNK},
+    block_lines::{BlockLines, CHUNK, decode_line},
     image,
     lanes::Lanes,
     operand::{Form, Operand, Order},
@@ -220,11 +220,12 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
                 for column in (0..P::WIDTH).step_by(SIDE) {
                     let target = Square { first: part[column..].as_mut_ptr(), stride: P::WIDTH };
                     // SAFETY: the part holds the units of all lines of the panel; the caller promises the instructions.
-                    unsafe { lines.decode_pairs::<V>(first + column, chunk, target) };
+                    unsafe { V::decode_pairs(&lines, first + column, chunk, target) };
                 }
             } else {
                 let mut decoded = [U::Source::zeroed(); MOST_LINES * CHUNK];
-                lines.decode(own.clone(), chunk, &mut decoded);
+                // SAFETY: the caller's promise.
+                unsafe { decode::<V, _>(&lines, own.clone(), chunk, &mut decoded) };
                 let matrix = Matrix { elements: &decoded, stride: CHUNK };
                 let depth = start - chunk..end - chunk;
                 // SAFETY: the caller's promise.
@@ -234,6 +235,28 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
             }
             (start, unit) = (end, unit + part_units);
         }
+    }
+}
+
+/// Decodes the elements of some lines from `start` on, a multiple of [`CHUNK`], to lines of `CHUNK`. A function of its own, so that
+/// the formats are compiled once for each level and not for each product.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(never)]
+pub(super) unsafe fn decode<V: Lanes, T: Float>(
+    of: &BlockLines<'_>,
+    lines: Range<usize>,
+    start: usize,
+    values: &mut [T],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => {
+            for (index, values) in lines.zip(values.chunks_exact_mut(CHUNK)) {
+                decode_line::<Codec, T>(of.blocks(index, start), values);
+            }
+        })));
     }
 }
 

@@ -158,14 +158,30 @@ pub(in crate::cpu) struct Finish<'a, T> {
 /// The partial sums must hold a part of this size, and no other thread may use that part meanwhile.
 pub(in crate::cpu) unsafe fn store<'t, T: Float, C: Float>(
     level: CpuLevel,
-    (rows, columns): (usize, usize),
+    size: (usize, usize),
     tile: &mut Tile,
     tile_columns: usize,
     finish: &Finish<'_, T>,
     target: impl Fn(usize) -> &'t mut [C],
 ) {
+    // SAFETY: the caller's promise.
+    unsafe { store_rows(level, size, &mut tile.0, tile_columns, finish, target) }
+}
+
+/// Writes sums as [`store`] does.
+///
+/// # Safety
+/// As [`store`].
+pub(super) unsafe fn store_rows<'t, T: Float, C: Float>(
+    level: CpuLevel,
+    (rows, columns): (usize, usize),
+    sums: &mut [f32],
+    width: usize,
+    finish: &Finish<'_, T>,
+    target: impl Fn(usize) -> &'t mut [C],
+) {
     level.run_with_isa(inlined!(|isa| {
-        for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
+        for (i, sums) in sums.chunks_exact_mut(width).take(rows).enumerate() {
             let sums = &mut sums[..columns];
             if let Some(partial) = finish.partial {
                 // SAFETY: the caller's promise.

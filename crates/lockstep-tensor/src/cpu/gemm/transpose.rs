@@ -75,22 +75,28 @@ pub(super) fn transpose_avx512(block: &mut Block) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn transpose_square_avx512(source: Square<*const u32>, target: Square<*mut u32>) {
-    let zero = _mm512_setzero_si512();
-    let mut rows = [zero; SIDE];
+    let mut rows = [_mm512_setzero_si512(); SIDE];
     for (i, row) in rows.iter_mut().enumerate() {
         // SAFETY: a line of the square is 16 units.
         *row = unsafe { _mm512_loadu_si512(source.first.add(i * source.stride).cast()) };
     }
+    transpose_vectors(&mut rows);
+    for (i, row) in rows.iter().enumerate() {
+        // SAFETY: a line of the square is 16 units.
+        unsafe { _mm512_storeu_si512(target.first.add(i * target.stride).cast(), *row) };
+    }
+}
+
+/// Transposes 16 vectors of 16 units.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn transpose_vectors(rows: &mut [__m512i; SIDE]) {
     // Quarter q of `quads[4 i + j]` holds column 4 q + j of rows 4 i to 4 i + 3.
-    let mut quads = [zero; SIDE];
+    let mut quads = [_mm512_setzero_si512(); SIDE];
     for i in (0..SIDE).step_by(4) {
-        let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
-        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-        quads[i] = _mm512_unpacklo_epi64(ab_low, cd_low);
-        quads[i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-        quads[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-        quads[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+        let quad = transpose_quarters([rows[i], rows[i + 1], rows[i + 2], rows[i + 3]]);
+        quads[i..i + 4].copy_from_slice(&quad);
     }
     for j in 0..4 {
         let [a, b, c, d] = [quads[j], quads[4 + j], quads[8 + j], quads[12 + j]];
@@ -103,10 +109,21 @@ pub(super) unsafe fn transpose_square_avx512(source: Square<*const u32>, target:
         rows[8 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_even, cd_even);
         rows[12 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_odd, cd_odd);
     }
-    for (i, row) in rows.iter().enumerate() {
-        // SAFETY: a line of the square is 16 units.
-        unsafe { _mm512_storeu_si512(target.first.add(i * target.stride).cast(), *row) };
-    }
+}
+
+/// Transposes 4 × 4 units in each quarter of four vectors.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn transpose_quarters([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
+    let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    [
+        _mm512_unpacklo_epi64(ab_low, cd_low),
+        _mm512_unpackhi_epi64(ab_low, cd_low),
+        _mm512_unpacklo_epi64(ab_high, cd_high),
+        _mm512_unpackhi_epi64(ab_high, cd_high),
+    ]
 }
 
 /// Transposes by AVX2.

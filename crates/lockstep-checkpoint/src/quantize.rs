@@ -1,0 +1,406 @@
+//! Quantization of a model's weights: to blocks in memory, or to a directory that `transformers` loads.
+//!
+//! The matrices of linear layers in blocks are quantized; embeddings, the head, routers and norms keep their type, as they do in
+//! transformers. A directory is in the form of compressed-tensors (`pack-quantized`) or of bitsandbytes
+//! (NF4). Each tensor is read, quantized and written before the next one, so no more than one is in memory.
+
+use std::{collections::BTreeMap, path::Path};
+
+use ::safetensors::Dtype;
+use half::{bf16, f16};
+use lockstep_model::{HfContent, HfMapping, HfTensor, HfTransform, parameter_records};
+use lockstep_plan::{
+    BlockFormat, DType,
+    block_format::{NF4, int8_group},
+};
+use rayon::prelude::*;
+use serde_json::{Value, json};
+
+use crate::{
+    CheckpointError, convert,
+    hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfExport, SINGLE_FILE},
+    pretrained::{CONFIG_FILE, ModelDirectory},
+    safetensors::stored_dtype,
+};
+
+/// Type of quantized weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightType {
+    /// Integers of 8 bits.
+    Int8,
+    /// Integers of 4 bits: with zero points in memory, symmetric in files.
+    Int4,
+    /// Quantiles of the normal distribution, 4 bits.
+    Nf4,
+}
+
+/// Type of quantized weights, and the number of neighbours that share a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WeightQuantization {
+    /// Type of the weights.
+    pub to: WeightType,
+    /// Size of a group: 32, 64 or 128; `None` takes 128 for int8 and 64 for others.
+    pub group_size: Option<usize>,
+}
+
+/// Elements that a thread encodes at a time: whole blocks of every format.
+const TASK_ELEMENTS: usize = 1 << 14;
+/// Sizes of groups.
+const GROUP_SIZES: [usize; 3] = [128, 64, 32];
+/// Size of NF4's groups.
+const NF4_GROUP: usize = 64;
+
+impl WeightQuantization {
+    /// Returns the groups that may be used, the largest first.
+    fn groups(self) -> impl Iterator<Item = usize> {
+        let largest = self.group_size.unwrap_or(match self.to {
+            WeightType::Int8 => 128,
+            WeightType::Int4 | WeightType::Nf4 => NF4_GROUP,
+        });
+        let is_nf4 = self.to == WeightType::Nf4;
+        GROUP_SIZES.into_iter().filter(move |&group| group <= largest && (!is_nf4 || group == NF4_GROUP))
+    }
+
+    /// Returns the format of blocks for rows of `columns` elements; `None` if they are no whole groups.
+    pub fn format(self, columns: usize) -> Option<BlockFormat> {
+        let group = self.groups().find(|&group| columns.is_multiple_of(group))?;
+        Some(match (self.to, group) {
+            (WeightType::Int8, 128) => BlockFormat::Int8G128,
+            (WeightType::Int8, _) => BlockFormat::Int8G32,
+            (WeightType::Int4, 128) => BlockFormat::Int4G128,
+            (WeightType::Int4, 64) => BlockFormat::Int4G64,
+            (WeightType::Int4, _) => BlockFormat::Int4G32,
+            (WeightType::Nf4, _) => BlockFormat::Nf4G64,
+        })
+    }
+}
+
+/// Returns the blocks of a matrix whose rows are whole blocks.
+pub fn encode_blocks(format: BlockFormat, values: &[f32]) -> Vec<u8> {
+    let size = |elements: usize| elements / format.block_elements() * format.block_bytes();
+    let mut bytes = vec![0; size(values.len())];
+    bytes
+        .par_chunks_mut(size(TASK_ELEMENTS))
+        .zip(values.par_chunks(TASK_ELEMENTS))
+        .for_each(|(bytes, values)| format.quantize(values, bytes));
+    bytes
+}
+
+/// Returns true if a parameter is the matrix of a linear layer that is quantized: in a block, and no router.
+pub fn is_quantizable(name: &str, shape: &[usize]) -> bool {
+    let is_in_block = name.split('.').any(|part| part.parse::<usize>().is_ok());
+    let module = name.strip_suffix(".weight").unwrap_or_default();
+    let last = module.rsplit('.').next().unwrap_or_default();
+    let is_router = ["gate", "router", "shared_expert_gate"].contains(&last);
+    shape.len() == 2 && is_in_block && !module.is_empty() && !is_router
+}
+
+/// Result of a quantization.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QuantizedModel {
+    /// Number of matrices that were quantized.
+    pub matrices: usize,
+    /// Neighbours that share a scale.
+    pub group_size: usize,
+    /// Matrices of linear layers that keep their type.
+    pub kept: Vec<String>,
+    /// Bytes of all tensors.
+    pub bytes: u64,
+}
+
+/// Parts of a quantized matrix, each a tensor.
+#[derive(Debug, Clone, Copy)]
+enum PackedPart {
+    Codes,
+    Scales,
+    Shape,
+    Table,
+    State,
+}
+
+/// A matrix that is quantized on the way to its file.
+struct Matrix<'a> {
+    model: &'a ModelDirectory,
+    tensor: &'a HfTensor,
+    quantization: WeightQuantization,
+    group: usize,
+    dtype: DType,
+}
+
+impl ModelDirectory {
+    /// Writes the model with quantized weights as a directory that `transformers` loads.
+    ///
+    /// # Errors
+    /// If the model has no linear layer whose rows are whole groups, or as for [`ModelDirectory::export_hf`].
+    pub fn quantize(
+        &self,
+        quantization: WeightQuantization,
+        out: &Path,
+    ) -> Result<QuantizedModel, CheckpointError> {
+        self.check_base()?;
+        let mapping = HfMapping::new(&self.config);
+        let shapes: BTreeMap<String, Vec<usize>> =
+            parameter_records(&self.config).into_iter().map(|record| (record.name, record.shape)).collect();
+        let is_linear = |tensor: &&HfTensor| match &tensor.content {
+            HfContent::Parameters(places) => {
+                tensor.shape.len() == 2
+                    && places.iter().all(|place| {
+                        matches!(place.transform, HfTransform::Same | HfTransform::Rows { .. })
+                            && shapes
+                                .get(&place.parameter)
+                                .is_some_and(|shape| is_quantizable(&place.parameter, shape))
+                    })
+            }
+            HfContent::Zeros => false,
+        };
+        let linear: Vec<&HfTensor> = mapping.tensors().iter().filter(is_linear).collect();
+        // One size for all matrices, the one that fits the most of them.
+        let count =
+            |group: usize| linear.iter().filter(|tensor| tensor.shape[1].is_multiple_of(group)).count();
+        let group = quantization.groups().max_by_key(|&group| (count(group), group));
+        let group =
+            group.filter(|&group| count(group) > 0).ok_or_else(|| CheckpointError::NothingToQuantize {
+                path: self.path.clone(),
+                model_type: self.config.model_type().to_owned(),
+            })?;
+        let (packed, kept): (Vec<&HfTensor>, Vec<&HfTensor>) =
+            linear.into_iter().partition(|tensor| tensor.shape[1].is_multiple_of(group));
+        let dtype = self.stored_dtype();
+        let kept: Vec<String> = kept.into_iter().map(|tensor| module_of(&tensor.name).to_owned()).collect();
+        let matrices: Vec<Matrix<'_>> =
+            packed.iter().map(|tensor| Matrix { model: self, tensor, quantization, group, dtype }).collect();
+        let mut tensors: Vec<ExportTensor<'_>> = Vec::new();
+        for tensor in mapping.tensors() {
+            match matrices.iter().find(|matrix| matrix.tensor.name == tensor.name) {
+                Some(matrix) => tensors.extend(matrix.tensors()),
+                None => tensors.push(self.export_tensor(tensor)),
+            }
+        }
+        let mut config = self.config.to_json(dtype);
+        config["quantization_config"] =
+            description(quantization, group, &kept, self.other_modules(&mapping, &matrices), dtype);
+        let config = serde_json::to_string_pretty(&config).unwrap_or_default() + "\n";
+        let export = HfExport {
+            tensors,
+            dtype: Some(dtype),
+            file: SINGLE_FILE,
+            texts: BTreeMap::from([(CONFIG_FILE.to_owned(), config)]),
+            copies: self.companions(),
+            shard_bytes: DEFAULT_SHARD_BYTES,
+        };
+        export.write(out)?;
+        let bytes = export.bytes();
+        Ok(QuantizedModel { matrices: matrices.len(), group_size: group, kept, bytes })
+    }
+
+    /// Returns the modules outside of blocks with matrices, such as `lm_head`.
+    fn other_modules(&self, mapping: &HfMapping, matrices: &[Matrix<'_>]) -> Vec<String> {
+        let is_other = |tensor: &&HfTensor| {
+            tensor.shape.len() == 2 && matrices.iter().all(|matrix| matrix.tensor.name != tensor.name)
+        };
+        let mut modules: Vec<String> = mapping
+            .tensors()
+            .iter()
+            .filter(is_other)
+            .map(|tensor| module_of(&tensor.name).to_owned())
+            .collect();
+        // A tied head has no tensor, and is a module all the same.
+        modules.push("lm_head".to_owned());
+        modules.sort();
+        modules.dedup();
+        modules
+    }
+}
+
+/// Returns the module of a tensor `MODULE.weight`.
+fn module_of(tensor: &str) -> &str {
+    tensor.strip_suffix(".weight").unwrap_or(tensor)
+}
+
+/// Returns the `quantization_config`.
+fn description(
+    WeightQuantization { to, .. }: WeightQuantization,
+    group: usize,
+    kept: &[String],
+    others: Vec<String>,
+    dtype: DType,
+) -> Value {
+    let ignored: Vec<String> = kept.iter().cloned().chain(others).collect();
+    let bits = match to {
+        WeightType::Nf4 => {
+            return json!({
+                "quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": false, "bnb_4bit_compute_dtype": torch_name(dtype),
+                "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": ignored,
+            });
+        }
+        WeightType::Int8 => 8,
+        WeightType::Int4 => 4,
+    };
+    let weights = json!({
+        "num_bits": bits, "type": "int", "strategy": "group", "group_size": group, "symmetric": true,
+        "dynamic": false, "actorder": null,
+    });
+    json!({
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": null,
+                                      "output_activations": null}},
+        "ignore": ignored, "kv_cache_scheme": null,
+    })
+}
+
+fn torch_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    }
+}
+
+impl<'a> Matrix<'a> {
+    /// Returns the tensors that replace the matrix.
+    fn tensors(&'a self) -> Vec<ExportTensor<'a>> {
+        let [rows, columns] = [self.tensor.shape[0], self.tensor.shape[1]];
+        let groups = columns / self.group;
+        let scales = (PackedPart::Scales, "weight_scale", stored_dtype(self.dtype), vec![rows, groups]);
+        let shape = (PackedPart::Shape, "weight_shape", Dtype::I64, vec![2]);
+        let parts = match self.quantization.to {
+            WeightType::Int8 | WeightType::Int4 => {
+                let per_word = if self.quantization.to == WeightType::Int8 { 4 } else { 8 };
+                let words = vec![rows, columns / per_word];
+                vec![(PackedPart::Codes, "weight_packed", Dtype::I32, words), scales, shape]
+            }
+            WeightType::Nf4 => vec![
+                (PackedPart::Codes, "weight", Dtype::U8, vec![rows * columns / 2, 1]),
+                (PackedPart::Scales, "weight.absmax", Dtype::F32, vec![rows * groups]),
+                (PackedPart::Table, "weight.quant_map", Dtype::F32, vec![16]),
+                (
+                    PackedPart::State,
+                    "weight.quant_state.bitsandbytes__nf4",
+                    Dtype::U8,
+                    vec![self.state().len()],
+                ),
+            ],
+        };
+        let module = module_of(&self.tensor.name);
+        let tensor = |(part, suffix, dtype, shape): (PackedPart, &str, Dtype, Vec<usize>)| ExportTensor {
+            name: format!("{module}.{suffix}"),
+            shape,
+            data: ExportData::Encoded { dtype, bytes: Box::new(move || self.bytes(part)) },
+        };
+        parts.into_iter().map(tensor).collect()
+    }
+
+    /// Returns the description of a module of bitsandbytes.
+    fn state(&self) -> String {
+        json!({"quant_type": "nf4", "blocksize": NF4_GROUP, "dtype": torch_name(self.dtype), "shape": self.tensor.shape}).to_string()
+    }
+
+    fn bytes(&self, part: PackedPart) -> Result<Vec<u8>, CheckpointError> {
+        let [rows, columns] = [self.tensor.shape[0], self.tensor.shape[1]];
+        match (part, self.quantization.to) {
+            (PackedPart::Shape, _) => {
+                return Ok([rows, columns].iter().flat_map(|&size| (size as i64).to_le_bytes()).collect());
+            }
+            (PackedPart::Table, _) => {
+                return Ok(NF4.iter().flat_map(|value| value.to_le_bytes()).collect());
+            }
+            (PackedPart::State, _) => return Ok(self.state().into_bytes()),
+            _ => {}
+        }
+        let mut values = self.model.assemble(self.tensor, rows * columns)?;
+        // What is quantized are the weights in the model's type.
+        values.par_iter_mut().for_each(|value| *value = self.rounded(*value));
+        Ok(match (part, self.quantization.to) {
+            (PackedPart::Codes, WeightType::Nf4) => {
+                self.each_group(&values, |group, bytes| bytes.extend(nf4(group).1))
+            }
+            (PackedPart::Scales, WeightType::Nf4) => {
+                self.each_group(&values, |group, bytes| bytes.extend(nf4(group).0.to_le_bytes()))
+            }
+            (PackedPart::Codes, WeightType::Int8) => self.each_group(&values, |group, bytes| {
+                let mut codes = vec![0; group.len()];
+                int8_group(group, |scale| self.rounded(scale), &mut codes);
+                // Stored with 128 added, low bytes first.
+                bytes.extend(codes.iter().map(|code| code.cast_unsigned() ^ 128));
+            }),
+            (PackedPart::Codes, _) => self.each_group(&values, |group, bytes| {
+                let (_, codes) = symmetric_int4(group, |scale| self.rounded(scale));
+                bytes.extend(codes.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4));
+            }),
+            (_, to) => self.each_group(&values, |group, bytes| {
+                let round = |scale| self.rounded(scale);
+                let scale = match to {
+                    WeightType::Int8 => int8_group(group, round, &mut vec![0; group.len()]),
+                    _ => symmetric_int4(group, round).0,
+                };
+                let mut stored = vec![0; self.dtype.size_bytes()];
+                convert::narrow(self.dtype, &[scale], &mut stored);
+                bytes.extend(stored);
+            }),
+        })
+    }
+
+    /// Returns a number in the model's type.
+    fn rounded(&self, value: f32) -> f32 {
+        match self.dtype {
+            DType::BF16 => bf16::from_f32(value).to_f32(),
+            DType::F16 => f16::from_f32(value).to_f32(),
+            _ => value,
+        }
+    }
+
+    /// Returns what a function makes of each group, in their order.
+    fn each_group(&self, values: &[f32], make: impl Fn(&[f32], &mut Vec<u8>) + Sync) -> Vec<u8> {
+        let rows: Vec<Vec<u8>> = values
+            .par_chunks(self.tensor.shape[1])
+            .map(|row| {
+                let mut bytes = Vec::new();
+                row.chunks_exact(self.group).for_each(|group| make(group, &mut bytes));
+                bytes
+            })
+            .collect();
+        rows.concat()
+    }
+}
+
+/// Returns the scale and the packed codes of a group in NF4: of two codes in a byte, the first is in the high half.
+fn nf4(group: &[f32]) -> (f32, Vec<u8>) {
+    const HEAD: usize = 4;
+    let mut block = vec![0; BlockFormat::Nf4G64.block_bytes()];
+    BlockFormat::Nf4G64.quantize(group, &mut block);
+    let scale = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
+    // In a block, 16 bytes have the codes of 32 elements: the low halves are the first 16.
+    let code = |element: usize| {
+        let byte = block[HEAD + element / 32 * 16 + element % 16];
+        byte >> (element % 32 / 16 * 4) & 15
+    };
+    (scale, (0..group.len() / 2).map(|pair| code(2 * pair) << 4 | code(2 * pair + 1)).collect())
+}
+
+/// Parts of the range of a group that are tried.
+const RANGES: [f32; 8] = [1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72];
+/// Code of zero in 4 bits.
+const INT4_ZERO: f32 = 8.0;
+
+/// Quantizes a group to codes of 4 bits around 8, and returns the scale with them. The scale may be negative: the element of the largest
+/// magnitude has the code 0, which has one step more than 15, or 15. The scale of least squared error is kept.
+fn symmetric_int4(group: &[f32], round: impl Fn(f32) -> f32) -> (f32, Vec<u8>) {
+    let extreme = group.iter().fold(0.0_f32, |most, &x| if x.abs() > most.abs() { x } else { most });
+    let code = |x: f32, scale: f32| {
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        (x * inverse + INT4_ZERO).round().clamp(0.0, 15.0)
+    };
+    let (mut best, mut least) = (0.0, f64::INFINITY);
+    for range in RANGES {
+        for steps in [-INT4_ZERO, INT4_ZERO - 1.0] {
+            let scale = round(extreme * range / steps);
+            let error = |&x: &f32| f64::from((code(x, scale) - INT4_ZERO) * scale - x).powi(2);
+            let error: f64 = group.iter().map(error).sum();
+            if error < least {
+                (best, least) = (scale, error);
+            }
+        }
+    }
+    (best, group.iter().map(|&x| code(x, best) as u8).collect())
+}

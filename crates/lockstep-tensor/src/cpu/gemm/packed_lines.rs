@@ -1,0 +1,99 @@
+//! Lines of quantized weights, packed for integer products: the codes of 16 lines in units, and the scales and offsets of their runs.
+
+use std::ops::Range;
+
+use lockstep_plan::{
+    BlockFormat,
+    block_format::{BlockCodec, PART, RUN},
+    with_block_codec,
+};
+
+use super::{
+    activations::{CodeForm, GROUP},
+    block_lines::{BlockLines, CHUNK, Chunk, WordBuffer},
+    integer_lanes::{GROUP_UNITS, IntegerLanes},
+    transpose::SIDE,
+    word_lanes::WordLanes,
+};
+use crate::cpu::simd::inlined;
+
+/// Elements of depth of the packed lines.
+pub(super) const DEPTH: usize = 2 * CHUNK;
+/// Runs of the packed lines with a scale each, at most.
+const RUNS: usize = DEPTH / RUN;
+
+/// 16 lines of codes at a block of depth.
+#[repr(C, align(64))]
+pub(super) struct PackedLines {
+    pub(super) units: [[[u32; SIDE]; GROUP_UNITS]; DEPTH / GROUP],
+    pub(super) scales: [[f32; SIDE]; RUNS],
+    pub(super) offsets: [[f32; SIDE]; RUNS],
+}
+
+/// Returns the form of the codes of a format for the vectors `V`.
+pub(super) fn code_form<V: IntegerLanes>(format: BlockFormat) -> CodeForm {
+    let (run, zero) = with_block_codec!(format, Codec => (Codec::RUN_ELEMENTS, i32::from(Codec::ZERO)));
+    CodeForm { zero: zero - V::SHIFT, runs: GROUP / run.min(GROUP) }
+}
+
+/// Packs the codes, scales and offsets of up to 16 lines at a block of depth, which begins with a chunk. Of fewer lines the last one is
+/// repeated.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(never)]
+pub(super) unsafe fn pack_codes<V: IntegerLanes>(
+    of: &BlockLines<'_>,
+    lines: Range<usize>,
+    depth: Range<usize>,
+    buffer: &mut WordBuffer,
+    packed: &mut PackedLines,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => {
+            for start in depth.clone().step_by(CHUNK) {
+                let chunk = of.chunk(lines.clone(), start);
+                of.fetch_after(&chunk, start);
+                pack_chunk::<V, Codec>(&chunk, (start - depth.start) / GROUP, buffer, packed);
+            }
+        })));
+    }
+}
+
+/// Packs the blocks of a chunk from group `first` of the packed lines on.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
+    chunk: &Chunk,
+    first: usize,
+    buffer: &mut WordBuffer,
+    packed: &mut PackedLines,
+) {
+    for block in 0..chunk.elements / C::ELEMENTS {
+        // SAFETY: the lines have the chunk's blocks; the caller's promise, here and below.
+        let words = unsafe { buffer.read::<V::Words, C>(&chunk.addresses, block) };
+        let group = first + block * (C::ELEMENTS / PART);
+        for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
+            for (unit, codes) in units.iter_mut().enumerate() {
+                // SAFETY: as above.
+                unsafe { C::unit(words, part, unit).store(codes) };
+            }
+        }
+        let first_run = group * (GROUP / C::RUN_ELEMENTS);
+        C::scales(
+            words,
+            inlined!(|run, scales, offsets| {
+                // SAFETY: as above.
+                unsafe {
+                    V::Words::store_floats(scales, &mut packed.scales[first_run + run]);
+                    if let Some(offsets) = offsets {
+                        V::Words::store_floats(offsets, &mut packed.offsets[first_run + run]);
+                    }
+                }
+            }),
+        );
+    }
+}

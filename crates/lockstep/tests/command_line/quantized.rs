@@ -1,0 +1,70 @@
+//! Quantized models: `lockstep quantize`, `--quantize`, packed checkpoints, and those that are refused.
+
+use serde_json::json;
+
+use crate::workshop::Workshop;
+
+const PROMPT: [&str; 7] = ["--prompt", "All ranks", "--max-new-tokens", "8", "--temperature", "0", "--json"];
+
+#[test]
+fn a_model_is_quantized_ahead_or_as_it_is_loaded_with_the_same_result() {
+    let workshop = Workshop::trained();
+    let generate = |more: &[&str]| workshop.run(&[&["generate"], more, &PROMPT].concat()).json();
+    for (to, group) in [("int8", 32), ("int4", 32), ("nf4", 64)] {
+        let out = format!("model-{to}");
+        let done = workshop.run(&["quantize", "--model", "hf", "--to", to, "--out", &out, "--json"]).json();
+        // Only the down projections have rows of 64.
+        let matrices = if to == "nf4" { 2 } else { 14 };
+        assert_eq!((&done["matrices"], &done["group_size"]), (&json!(matrices), &json!(group)), "{to}");
+        assert_eq!(done["kept"].as_array().unwrap().len(), 14 - matrices, "{to}");
+        let ahead = generate(&["--model", &out]);
+        assert_eq!(ahead["tokens"].as_array().unwrap().len(), 8, "{to}");
+        if to != "int4" {
+            // In memory, int4 has larger groups where they fit.
+            assert_eq!(generate(&["--model", "hf", "--quantize", to]), ahead, "{to}");
+        }
+        let evaluated = workshop.run(&["eval", "--model", &out, "--data", "text.txt", "--json"]).json();
+        assert!(evaluated["perplexity"].as_f64().unwrap().is_finite(), "{to}");
+    }
+    let text =
+        workshop.run(&["quantize", "--model", "hf", "--to", "int8", "--group-size", "64", "--out", "coarse"]);
+    assert!(text.succeeds().stdout.starts_with("wrote coarse: 14 matrices in groups of 32, "));
+}
+
+#[test]
+fn quantizations_that_cannot_be_are_refused_with_code_2() {
+    let workshop = Workshop::trained();
+    let quantize =
+        |more: &[&str]| workshop.run(&[&["quantize", "--model", "hf", "--out", "out"], more].concat());
+    quantize(&["--to", "int3"]).refuses(2, &["int3", "int8", "int4", "nf4"]);
+    quantize(&["--to", "int4", "--group-size", "48"]).refuses(2, &["48", "32, 64, 128"]);
+    quantize(&["--to", "nf4", "--group-size", "128"]).refuses(2, &["nf4 has groups of 64"]);
+    workshop.write("out/file", "");
+    quantize(&["--to", "int8"]).refuses(2, &["out"]);
+    let limited =
+        ["generate", "--model", "hf", "--quantize", "int8", "--max-memory", "cpu=1GiB", "--prompt", "All"];
+    workshop.run(&limited).refuses(2, &["--quantize", "--max-memory"]);
+}
+
+#[test]
+fn packed_models_that_are_not_read_have_code_2_and_damaged_ones_code_4() {
+    let workshop = Workshop::trained();
+    workshop.run(&["quantize", "--model", "hf", "--to", "int4", "--out", "packed"]).succeeds();
+    let sound = workshop.read("packed/config.json");
+    let generate = || workshop.run(&[&["generate", "--model", "packed"], &PROMPT[..]].concat());
+    generate().succeeds();
+    workshop.edit_json("packed/config.json", |config| {
+        config["quantization_config"]["quant_method"] = "hqq".into()
+    });
+    generate()
+        .refuses(2, &["packed/config.json", "quant_method is `hqq`; read are gptq, awq", "dequantize=True"]);
+    workshop.write("packed/config.json", &sound);
+    workshop.edit_json("packed/config.json", |config| {
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8.into();
+    });
+    generate().refuses(4, &["packed: packed tensor `model.layers.0.", "8 words a row"]);
+    workshop.write("packed/config.json", &sound);
+    let weights = workshop.read("packed/model.safetensors");
+    workshop.write("packed/model.safetensors", &weights[..weights.len() / 2]);
+    generate().refuses(4, &["packed/model.safetensors"]);
+}

@@ -7,8 +7,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 use crate::exit::{self, Failure};
 use crate::output::{self, note};
 use crate::{
-    bench, checkpoint, completions, data, doctor, error_file, generate, import, infer, instructions, limits,
-    logging, models, plan, quantize, report, train, typed, verify,
+    bench, checkpoint, completions, data, doctor, error_file, fetch, generate, import, infer, instructions,
+    limits, logging, models, plan, quantize, report, train, typed, verify,
 };
 
 /// Train and run large language models: one model, any plan, the same training run.

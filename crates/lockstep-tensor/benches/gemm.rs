@@ -7,8 +7,8 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{BlockFormat, DType, MemoryCategory};
 use lockstep_tensor::{
-    Arena, BlockActivations, BlockGemm, BlockKernels, BlockMatrix, CopyKernels, CpuQueue, Gemm, GemmKernels,
-    GemmLayout, Queue, Summation, Tensor, Write,
+    Arena, BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix, CopyKernels, CpuQueue, Gemm,
+    GemmKernels, GemmLayout, Queue, Summation, Tensor, Write,
 };
 
 const THREADS: usize = 2;
@@ -115,6 +115,12 @@ fn quantized_weights(criterion: &mut Criterion) {
         let category = MemoryCategory::Activations;
         let bytes = Tensor::from_slice(&arena, [bytes.len()], &bytes, category).expect("memory for a bench");
         let b = BlockMatrix::new(format, bytes.view(), [outputs, inputs]);
+        let layout = BlockLayout::Interleaved;
+        let len = BlockMatrix::bytes_of(format, layout, b.shape()).expect("16 rows and whole blocks");
+        let interleaved =
+            Tensor::from_slice(&arena, [len], &vec![0_u8; len], category).expect("memory for a bench");
+        let interleaved = BlockMatrix::with_layout(format, layout, interleaved.view(), b.shape());
+        queue.interleave_blocks(b, interleaved);
         for rows in [1, 8, 512] {
             let x = matrix(&arena, &queue, dtype, [rows, inputs]);
             let y = matrix(&arena, &queue, dtype, [rows, outputs]);
@@ -123,12 +129,14 @@ fn quantized_weights(criterion: &mut Criterion) {
                 format!("{kind}, {format} as {dtype} at {}, {rows} x {outputs} x {inputs}", queue.level());
             let mut group = criterion.benchmark_group(name);
             group.throughput(Throughput::Bytes(bytes.view().elements() as u64));
-            let gemm = BlockGemm { a: x.view(), b, c: y.view(), bias: None };
-            for activations in [BlockActivations::Float, BlockActivations::Int8] {
+            for (name, b, activations) in [
+                ("Float", b, BlockActivations::Float),
+                ("Int8", b, BlockActivations::Int8),
+                ("Int8 interleaved", interleaved, BlockActivations::Int8),
+            ] {
                 queue.set_block_activations(activations);
-                group.bench_function(format!("{activations:?}"), |bencher| {
-                    bencher.iter(|| queue.block_gemm(gemm));
-                });
+                let gemm = BlockGemm { a: x.view(), b, c: y.view(), bias: None };
+                group.bench_function(name, |bencher| bencher.iter(|| queue.block_gemm(gemm)));
             }
             group.finish();
         }

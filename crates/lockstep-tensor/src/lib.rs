@@ -43,7 +43,7 @@ pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
 pub use kernels::{
     Activation, AdamW, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite,
-    BatchNorm, BatchNormKernels, BlockActivations, BlockGemm, BlockKernels, BlockMatrix, Conv2d,
+    BatchNorm, BatchNormKernels, BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix, Conv2d,
     ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels, ExpertGroups,
     GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion,
     LossKernels, Matrix, Muon, NormKernels, OptimizerKernels, PAGE_TOKENS, PagedCache, Permutation,

@@ -125,6 +125,27 @@ impl Words for u32 {
     }
 }
 
+/// The words of a block of some lines.
+pub trait BlockSource<W: Words>: Copy {
+    /// Returns word `index`.
+    fn word(self, index: usize) -> W;
+    /// Returns the word with [`BlockCodec::EXTRA`].
+    fn extra(self) -> W;
+}
+
+/// Words, with the extra one at the end.
+impl<W: Words> BlockSource<W> for &[W] {
+    #[inline(always)]
+    fn word(self, index: usize) -> W {
+        self[index]
+    }
+
+    #[inline(always)]
+    fn extra(self) -> W {
+        self[self.len() - 1]
+    }
+}
+
 /// Words of a block that are read as such.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockWords {
@@ -151,14 +172,14 @@ pub trait BlockCodec {
     const ZERO: u8;
     /// The words.
     const WORDS: BlockWords;
-    /// Byte of 16 bits outside of the words. They follow as the low half of another word.
+    /// Byte of up to 16 bits outside of the words. They are the low half of a word of their own, [`BlockSource::extra`].
     const EXTRA: Option<usize> = None;
 
     /// Passes the index of each run, its scale and, if the format has any, its offset.
-    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>));
+    fn scales<W: Words>(words: impl BlockSource<W>, run: impl FnMut(usize, W::Floats, Option<W::Floats>));
 
     /// Returns codes `4 · unit` to `4 · unit + 3` of a part of 32 elements, the first one in the low byte.
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W;
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W;
 
     /// Returns the value of code `index` of a unit, in formats without integer codes.
     #[inline(always)]
@@ -185,7 +206,7 @@ pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
         if let Some(at) = C::EXTRA {
             words[C::WORDS.count] = u32::from(u16::from_le_bytes([block[at], block[at + 1]]));
         }
-        let words = &words[..all_words::<C>()];
+        let words: &[u32] = &words[..all_words::<C>()];
         C::scales(words, |run, scale, offset| {
             scales[run] = scale;
             offsets[run] = offset.unwrap_or(0.0);
@@ -216,10 +237,10 @@ pub fn dequantize<C: BlockCodec>(bytes: &[u8], values: &mut [f32]) {
 /// Low half of each byte.
 pub(super) const LOW: u32 = 0x0f0f_0f0f;
 
-/// Returns a unit of the low halves of 16 bytes, then of the high halves.
+/// Returns a unit of the low halves of the 16 bytes in the words from `first` on, then of the high halves.
 #[inline(always)]
-pub(super) fn halves_of_words<W: Words>(words: &[W], unit: usize) -> W {
-    words[unit % 4].shr(unit / 4 * 4).and(LOW)
+pub(super) fn halves_of_words<W: Words>(words: impl BlockSource<W>, first: usize, unit: usize) -> W {
+    words.word(first + unit % 4).shr(unit / 4 * 4).and(LOW)
 }
 
 /// Codec of [`BlockFormat::Q8_0`](super::BlockFormat::Q8_0): f16 scale, 32 signed codes.
@@ -235,13 +256,16 @@ impl BlockCodec for Q8_0Codec {
     const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
-        run(0, words[Self::WORDS.count].halves(), None);
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
+        run(0, words.extra().halves(), None);
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], _: usize, unit: usize) -> W {
-        words[unit].xor(0x8080_8080)
+    fn unit<W: Words>(words: impl BlockSource<W>, _: usize, unit: usize) -> W {
+        words.word(unit).xor(0x8080_8080)
     }
 }
 
@@ -258,13 +282,16 @@ impl BlockCodec for Q4_0Codec {
     const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
-        run(0, words[Self::WORDS.count].halves(), None);
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
+        run(0, words.extra().halves(), None);
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], _: usize, unit: usize) -> W {
-        halves_of_words(words, unit)
+    fn unit<W: Words>(words: impl BlockSource<W>, _: usize, unit: usize) -> W {
+        halves_of_words(words, 0, unit)
     }
 }
 
@@ -280,23 +307,29 @@ impl BlockCodec for Q4_1Codec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 5 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
-        run(0, words[0].halves(), Some(words[0].shr(16).halves()));
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
+        run(0, words.word(0).halves(), Some(words.word(0).shr(16).halves()));
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], _: usize, unit: usize) -> W {
-        halves_of_words(&words[1..], unit)
+    fn unit<W: Words>(words: impl BlockSource<W>, _: usize, unit: usize) -> W {
+        halves_of_words(words, 1, unit)
     }
 }
 
 /// Writes the scales of Q4_K or Q5_K blocks: f16 factors of the scales and of the minima, and 12 bytes of 6-bit pairs. The pairs of the
 /// last four runs are split: four bits in the last four bytes, two bits in the high bits of the first eight.
 #[inline(always)]
-fn six_bit_scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+fn six_bit_scales<W: Words>(
+    words: impl BlockSource<W>,
+    mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+) {
     const SIX: u32 = 0x3f3f_3f3f;
-    let (factors, factors_of_minima) = (words[0].halves(), words[0].shr(16).halves());
-    let [first, second, third] = [words[1], words[2], words[3]];
+    let (factors, factors_of_minima) = (words.word(0).halves(), words.word(0).shr(16).halves());
+    let [first, second, third] = [words.word(1), words.word(2), words.word(3)];
     let first_high = first.shr(6).and(0x0303_0303).shl(4);
     let second_high = second.shr(6).and(0x0303_0303).shl(4);
     let scales = [first.and(SIX), third.and(LOW).or(first_high)];
@@ -319,13 +352,13 @@ impl BlockCodec for Q4KCodec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 36 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: impl BlockSource<W>, run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         six_bit_scales(words, run);
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        words[4 + part / 2 * UNITS + unit].shr(part % 2 * 4).and(LOW)
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W {
+        words.word(4 + part / 2 * UNITS + unit).shr(part % 2 * 4).and(LOW)
     }
 }
 
@@ -341,14 +374,14 @@ impl BlockCodec for Q5KCodec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 44 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(words: impl BlockSource<W>, run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
         six_bit_scales(words, run);
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        let high = words[4 + unit].shr(part).and(0x0101_0101).shl(4);
-        words[12 + part / 2 * UNITS + unit].shr(part % 2 * 4).and(LOW).or(high)
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W {
+        let high = words.word(4 + unit).shr(part).and(0x0101_0101).shl(4);
+        words.word(12 + part / 2 * UNITS + unit).shr(part % 2 * 4).and(LOW).or(high)
     }
 }
 
@@ -367,19 +400,22 @@ impl BlockCodec for Q6KCodec {
     const EXTRA: Option<usize> = Some(208);
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
-        let factors = words[52].halves();
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
+        let factors = words.extra().halves();
         for index in 0..RUNS {
-            let signed = words[48 + index / 4].shl(24 - index % 4 * 8).shr_signed(24);
+            let signed = words.word(48 + index / 4).shl(24 - index % 4 * 8).shr_signed(24);
             run(index, W::products(factors, signed.numbers()), None);
         }
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W {
         // Half of the block, and the quarter in it.
         let (half, quarter) = (part / 4, part % 4);
-        let high = words[32 + UNITS * half + unit].shr(2 * quarter).and(0x0303_0303).shl(4);
-        words[16 * half + quarter % 2 * UNITS + unit].shr(quarter / 2 * 4).and(LOW).or(high)
+        let high = words.word(32 + UNITS * half + unit).shr(2 * quarter).and(0x0303_0303).shl(4);
+        words.word(16 * half + quarter % 2 * UNITS + unit).shr(quarter / 2 * 4).and(LOW).or(high)
     }
 }

@@ -10,7 +10,7 @@
 //!
 //! In a part of 32 elements, the low halves of its 16 bytes are the first 16 codes.
 
-use super::decode::{BlockCodec, BlockWords, PART, Words, halves_of_words};
+use super::decode::{BlockCodec, BlockSource, BlockWords, PART, Words, halves_of_words};
 
 /// Bytes of a scale.
 const SCALE_BYTES: usize = 4;
@@ -83,17 +83,20 @@ impl<const N: usize> BlockCodec for Int4Codec<N> {
     const EXTRA: Option<usize> = Some(0);
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
         for index in 0..N / PART {
-            run(index, words[0].floats(), None);
+            run(index, words.word(0).floats(), None);
         }
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        let zero_point = words[Self::WORDS.count].and(0xff);
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W {
+        let zero_point = words.extra().and(0xff);
         let two = zero_point.or(zero_point.shl(8));
-        halves_of_words(&words[1 + PART / 8 * part..], unit).xor(HIGH_BITS).sub(two.or(two.shl(16)))
+        halves_of_words(words, 1 + PART / 8 * part, unit).xor(HIGH_BITS).sub(two.or(two.shl(16)))
     }
 }
 
@@ -123,15 +126,18 @@ impl<const N: usize> BlockCodec for Int8Codec<N> {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 1 + N / 4 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
         for index in 0..N / PART {
-            run(index, words[0].floats(), None);
+            run(index, words.word(0).floats(), None);
         }
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        words[1 + PART / 4 * part + unit].xor(HIGH_BITS)
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W {
+        words.word(1 + PART / 4 * part + unit).xor(HIGH_BITS)
     }
 }
 
@@ -175,15 +181,18 @@ impl BlockCodec for Fp8Codec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 33 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
         for index in 0..Self::ELEMENTS / PART {
-            run(index, words[0].floats(), None);
+            run(index, words.word(0).floats(), None);
         }
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        words[1 + part * (PART / 4) + unit]
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W {
+        words.word(1 + part * (PART / 4) + unit)
     }
 
     #[inline(always)]
@@ -217,15 +226,18 @@ impl BlockCodec for Nf4Codec {
     const WORDS: BlockWords = BlockWords { first_byte: 0, count: 9 };
 
     #[inline(always)]
-    fn scales<W: Words>(words: &[W], mut run: impl FnMut(usize, W::Floats, Option<W::Floats>)) {
+    fn scales<W: Words>(
+        words: impl BlockSource<W>,
+        mut run: impl FnMut(usize, W::Floats, Option<W::Floats>),
+    ) {
         for index in 0..Self::ELEMENTS / PART {
-            run(index, words[0].floats(), None);
+            run(index, words.word(0).floats(), None);
         }
     }
 
     #[inline(always)]
-    fn unit<W: Words>(words: &[W], part: usize, unit: usize) -> W {
-        halves_of_words(&words[1 + PART / 8 * part..], unit)
+    fn unit<W: Words>(words: impl BlockSource<W>, part: usize, unit: usize) -> W {
+        halves_of_words(words, 1 + PART / 8 * part, unit)
     }
 
     #[inline(always)]

@@ -11,8 +11,8 @@ mod groups;
 mod half;
 
 pub use decode::{
-    BlockCodec, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec,
-    RUN, RUNS, UNITS, Words, all_words, dequantize,
+    BlockCodec, BlockSource, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec,
+    Q6KCodec, Q8_0Codec, RUN, RUNS, UNITS, Words, all_words, dequantize,
 };
 pub use groups::{Fp8Codec, Int4Codec, Int8Codec, NF4, Nf4Codec, fp8_value, int4_group, int8_group};
 pub use half::widen;
@@ -125,6 +125,11 @@ impl BlockFormat {
     /// Returns the number of bytes of a block.
     pub const fn block_bytes(self) -> usize {
         with_block_codec!(self, Codec => <Codec as BlockCodec>::BYTES)
+    }
+
+    /// Returns the number of bytes of a block in interleaved rows: its words, and 16 bits if the format has more than words.
+    pub const fn interleaved_block_bytes(self) -> usize {
+        with_block_codec!(self, Codec => 4 * Codec::WORDS.count + 2 * Codec::EXTRA.is_some() as usize)
     }
 
     /// Returns true if codes are integers, which can be multiplied with integers.

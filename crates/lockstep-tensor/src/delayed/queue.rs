@@ -184,6 +184,7 @@ families! {
     }
     BlockKernels {
         block_gemm(gemm: BlockGemm<'_>);
+        interleave_blocks(from: BlockMatrix<'_>, to: BlockMatrix<'_>);
         block_embedding(ids: View<'_>, table: BlockMatrix<'_>, first_id: u32, out: View<'_>);
     }
     EmbeddingKernels {

@@ -2,14 +2,29 @@
 
 use std::ops::Range;
 
-use lockstep_plan::{BlockFormat, DType};
+use lockstep_plan::{BlockFormat, CACHE_LINE_BYTES, DType};
 
 use crate::View;
+
+/// Order of the blocks of a quantized matrix in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockLayout {
+    /// Row by row, as files store them.
+    Rows,
+    /// 16 rows at a time, word by word: word `w` of block `b` of all 16 rows, then their next word; behind all words of the 16 rows the
+    /// 16-bit parts of formats whose blocks are not whole words, block by block; then padding up to a multiple of 64 bytes. A lane of
+    /// a vector is a row, so that products need not transpose what they read.
+    Interleaved,
+}
+
+/// Rows that are interleaved.
+pub(crate) const INTERLEAVED_ROWS: usize = 16;
 
 /// Block-quantized matrix, whose rows are whole blocks.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockMatrix<'a> {
     format: BlockFormat,
+    layout: BlockLayout,
     bytes: View<'a>,
     rows: usize,
     columns: usize,
@@ -20,18 +35,49 @@ impl<'a> BlockMatrix<'a> {
     ///
     /// # Panics
     /// If `bytes` is not u8, or not as long as the blocks of the matrix.
-    pub fn new(format: BlockFormat, bytes: View<'a>, [rows, columns]: [usize; 2]) -> Self {
-        let expected = format.bytes(columns).and_then(|row| row.checked_mul(rows));
+    pub fn new(format: BlockFormat, bytes: View<'a>, shape: [usize; 2]) -> Self {
+        Self::with_layout(format, BlockLayout::Rows, bytes, shape)
+    }
+
+    /// Wraps the bytes of a matrix `[rows, columns]` in a layout.
+    ///
+    /// # Panics
+    /// If `bytes` is not u8, or not as long as [`BlockMatrix::bytes_of`] says.
+    pub fn with_layout(
+        format: BlockFormat,
+        layout: BlockLayout,
+        bytes: View<'a>,
+        [rows, columns]: [usize; 2],
+    ) -> Self {
         assert!(
-            bytes.dtype() == DType::U8 && expected == Some(bytes.elements()),
-            "a {format} matrix [{rows}, {columns}] in {bytes:?}"
+            bytes.dtype() == DType::U8
+                && Self::bytes_of(format, layout, [rows, columns]) == Some(bytes.elements()),
+            "a {format} matrix [{rows}, {columns}] of {layout:?} in {bytes:?}"
         );
-        Self { format, bytes, rows, columns }
+        Self { format, layout, bytes, rows, columns }
+    }
+
+    /// Returns the bytes of a matrix in a layout; `None` if its rows are not whole blocks, or if 16 does not divide their number and
+    /// they are to be interleaved.
+    pub fn bytes_of(format: BlockFormat, layout: BlockLayout, [rows, columns]: [usize; 2]) -> Option<usize> {
+        let row = format.bytes(columns)?;
+        match layout {
+            BlockLayout::Rows => row.checked_mul(rows),
+            BlockLayout::Interleaved => {
+                let count = rows.is_multiple_of(INTERLEAVED_ROWS).then_some(rows / INTERLEAVED_ROWS)?;
+                interleaved_bytes(format, columns).checked_mul(count)
+            }
+        }
     }
 
     /// Format of the blocks.
     pub fn format(&self) -> BlockFormat {
         self.format
+    }
+
+    /// Order of the blocks.
+    pub fn layout(&self) -> BlockLayout {
+        self.layout
     }
 
     /// The bytes of all blocks, u8.
@@ -44,26 +90,37 @@ impl<'a> BlockMatrix<'a> {
         [self.rows, self.columns]
     }
 
-    /// Bytes of a row.
-    pub fn row_bytes(&self) -> usize {
-        self.columns / self.format.block_elements() * self.format.block_bytes()
-    }
-
     /// Returns some of the rows.
     ///
     /// # Panics
-    /// If the range exceeds the matrix.
+    /// If the range exceeds the matrix, or cuts 16 rows that are interleaved.
     pub fn rows(&self, rows: Range<usize>) -> Self {
         assert!(rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
-        let bytes = self.bytes.rows(rows.start * self.row_bytes()..rows.end * self.row_bytes());
+        let bytes_up_to = |row: usize| {
+            let bytes = Self::bytes_of(self.format, self.layout, [row, self.columns]);
+            bytes.unwrap_or_else(|| panic!("rows {rows:?} cut {INTERLEAVED_ROWS} rows that are interleaved"))
+        };
+        let bytes = self.bytes.rows(bytes_up_to(rows.start)..bytes_up_to(rows.end));
         Self { bytes, rows: rows.len(), ..*self }
     }
 
     /// Returns the same memory with another view of it, as a device's queue does.
     #[cfg(feature = "delayed")]
     pub(crate) fn with_bytes(self, bytes: View<'_>) -> BlockMatrix<'_> {
-        BlockMatrix { format: self.format, bytes, rows: self.rows, columns: self.columns }
+        BlockMatrix {
+            format: self.format,
+            layout: self.layout,
+            bytes,
+            rows: self.rows,
+            columns: self.columns,
+        }
     }
+}
+
+/// Returns the bytes of 16 interleaved rows.
+pub(crate) fn interleaved_bytes(format: BlockFormat, columns: usize) -> usize {
+    let blocks = columns / format.block_elements() * format.interleaved_block_bytes();
+    (INTERLEAVED_ROWS * blocks).next_multiple_of(CACHE_LINE_BYTES)
 }
 
 /// Matrix of weights: numbers, or quantized blocks.
@@ -107,6 +164,9 @@ pub struct BlockGemm<'a> {
 pub trait BlockKernels {
     /// Computes a product with quantized weights; see [`BlockGemm`].
     fn block_gemm(&self, gemm: BlockGemm<'_>);
+
+    /// Writes the blocks of a matrix that is stored row by row to `to`, of the same format and shape, whose rows are interleaved.
+    fn interleave_blocks(&self, from: BlockMatrix<'_>, to: BlockMatrix<'_>);
 
     /// Computes `out [T, width] = table[ids - first_id]`, decoded and rounded to the type of `out`, as
     /// [`embedding`](crate::EmbeddingKernels::embedding) does.

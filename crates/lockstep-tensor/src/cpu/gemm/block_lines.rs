@@ -1,38 +1,120 @@
 //! Block-quantized weights as an operand of products: lines of blocks, which are decoded while they are packed.
+//!
+//! Lines lie one after the other, as files store them, or 16 of them are interleaved word by word ([`BlockLayout::Interleaved`]).
 
 use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat,
-    block_format::{BlockCodec, MOST_WORDS, all_words, dequantize},
+    block_format::{BlockCodec, BlockSource, MOST_WORDS, all_words, dequantize},
     with_block_codec,
 };
 
 use super::{transpose::SIDE, word_lanes::WordLanes};
-use crate::cpu::simd::{CACHE_LINE_BYTES, Float, prefetch};
+use crate::{
+    BlockLayout, BlockMatrix,
+    cpu::simd::{CACHE_LINE_BYTES, Float, prefetch},
+    kernels::interleaved_bytes,
+};
 
 /// Elements of a line that are decoded at a time: whole blocks of every format.
 pub(super) const CHUNK: usize = 256;
 /// Bytes of a line to fetch ahead of decoding.
 const AHEAD_BYTES: usize = 2048;
 
-/// Lines of blocks, one after the other.
+/// Bytes of 16 interleaved lines to fetch ahead of decoding.
+const PANEL_AHEAD_BYTES: usize = 4096;
+
+/// Most bytes of a line's chunk.
+pub(super) const CHUNK_BYTES: usize = {
+    let (mut most, mut index) = (0, 0);
+    while index < BlockFormat::ALL.len() {
+        let format = BlockFormat::ALL[index];
+        let bytes = CHUNK / format.block_elements() * format.block_bytes();
+        most = if bytes > most { bytes } else { most };
+        index += 1;
+    }
+    most
+};
+
+/// Lines of blocks.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct BlockLines<'a> {
     pub(super) format: BlockFormat,
-    pub(super) bytes: &'a [u8],
-    pub(super) line_bytes: usize,
+    pub(super) layout: BlockLayout,
+    bytes: &'a [u8],
+    /// Bytes of a line.
+    line_bytes: usize,
     /// Elements of a line.
     pub(super) columns: usize,
 }
 
 impl<'a> BlockLines<'a> {
-    /// Returns the blocks of line `index` that hold elements from `start` on, the first one of a chunk.
+    /// Returns the rows of a matrix.
+    ///
+    /// # Safety
+    /// Nothing may write the matrix for `'a`.
+    pub(in crate::cpu) unsafe fn new(matrix: &BlockMatrix<'a>) -> Self {
+        let [_, columns] = matrix.shape();
+        let format = matrix.format();
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { matrix.bytes().slice::<u8>() };
+        let line_bytes = columns / format.block_elements() * format.block_bytes();
+        Self { format, layout: matrix.layout(), bytes, line_bytes, columns }
+    }
+
+    /// Returns the blocks of line `index` that hold elements from `start` on, the first one of a chunk. Those of an interleaved line are
+    /// gathered in `buffer`.
     #[inline(always)]
-    pub(super) fn blocks(&self, index: usize, start: usize) -> &'a [u8] {
+    pub(super) fn read<'b>(&self, index: usize, start: usize, buffer: &'b mut [u8; CHUNK_BYTES]) -> &'b [u8]
+    where
+        'a: 'b,
+    {
+        match self.layout {
+            BlockLayout::Rows => self.blocks(index, start),
+            BlockLayout::Interleaved => self.gather(index, start, buffer),
+        }
+    }
+
+    #[inline(always)]
+    fn blocks(&self, index: usize, start: usize) -> &'a [u8] {
         let at = |element: usize| element / self.format.block_elements() * self.format.block_bytes();
         let line = &self.bytes[index * self.line_bytes..][..self.line_bytes];
         &line[at(start)..at(self.chunk_end(start))]
+    }
+
+    /// Gathers the blocks of an interleaved line.
+    #[inline(never)]
+    fn gather<'b>(&self, index: usize, start: usize, buffer: &'b mut [u8; CHUNK_BYTES]) -> &'b [u8] {
+        with_block_codec!(self.format, Codec => {
+            let panel = self.panel(index / SIDE);
+            let lane = index % SIDE;
+            let blocks = start / Codec::ELEMENTS..self.chunk_end(start) / Codec::ELEMENTS;
+            let target = &mut buffer[..blocks.len() * Codec::BYTES];
+            for (block, target) in blocks.zip(target.chunks_exact_mut(Codec::BYTES)) {
+                let words = &panel.words[block * Codec::WORDS.count * 4 * SIDE..];
+                let stored = target[Codec::WORDS.first_byte..].chunks_exact_mut(4);
+                for (stored, words) in stored.zip(words.chunks_exact(4 * SIDE)).take(Codec::WORDS.count) {
+                    stored.copy_from_slice(&words[4 * lane..][..4]);
+                }
+                if let Some(at) = Codec::EXTRA {
+                    let half = &panel.halves[(block * SIDE + lane) * 2..];
+                    let bytes = Codec::BYTES - 4 * Codec::WORDS.count;
+                    target[at..at + bytes].copy_from_slice(&half[..bytes]);
+                }
+            }
+            target
+        })
+    }
+
+    /// Returns 16 interleaved lines.
+    #[inline(always)]
+    pub(super) fn panel(&self, index: usize) -> Panel<'a> {
+        let bytes = interleaved_bytes(self.format, self.columns);
+        let blocks = self.columns / self.format.block_elements();
+        let words = with_block_codec!(self.format, Codec => Codec::WORDS.count) * blocks * 4 * SIDE;
+        let (words, halves) = self.bytes[index * bytes..][..bytes].split_at(words);
+        Panel { words, halves }
     }
 
     /// Returns the end of the chunk that begins at element `start`.
@@ -45,6 +127,9 @@ impl<'a> BlockLines<'a> {
     /// lines that are `lines` later.
     #[inline(always)]
     pub(super) fn fetch_ahead(&self, index: usize, start: usize, lines: usize) {
+        if self.layout == BlockLayout::Interleaved {
+            return;
+        }
         let blocks = self.blocks(index, start);
         let first = start / self.format.block_elements() * self.format.block_bytes();
         let is_of_later = first + blocks.len() + AHEAD_BYTES > self.line_bytes;
@@ -59,29 +144,66 @@ impl<'a> BlockLines<'a> {
     pub(super) fn element<T: Float>(&self, index: usize, depth: usize) -> T {
         let start = depth / CHUNK * CHUNK;
         let mut values = [T::zeroed(); CHUNK];
-        with_block_codec!(self.format, Codec => decode_line::<Codec, T>(self.blocks(index, start), &mut values));
+        self.decode(index, start, &mut values);
         values[depth - start]
     }
 
-    /// Returns the chunk from element `start` on of up to 16 lines. Of fewer lines the last one is repeated.
+    /// Decodes a chunk of line `index`, which begins at element `start`.
     #[inline(always)]
-    pub(super) fn chunk(&self, lines: Range<usize>, start: usize) -> Chunk {
+    fn decode<T: Float>(&self, index: usize, start: usize, values: &mut [T]) {
+        let mut buffer = [0; CHUNK_BYTES];
+        let blocks = self.read(index, start, &mut buffer);
+        with_block_codec!(self.format, Codec => decode_line::<Codec, T>(blocks, values));
+    }
+
+    /// Decodes line `index`.
+    #[inline(always)]
+    pub(in crate::cpu) fn decode_whole<T: Float>(&self, index: usize, values: &mut [T]) {
+        for (chunk, values) in values.chunks_mut(CHUNK).enumerate() {
+            self.decode(index, chunk * CHUNK, values);
+        }
+    }
+
+    /// Returns the chunk from element `start` on of up to 16 lines. Of fewer lines the last one is repeated. Interleaved lines are whole
+    /// panels.
+    #[inline(always)]
+    pub(super) fn chunk(&self, lines: Range<usize>, start: usize) -> Chunk<'a> {
+        let elements = self.chunk_end(start) - start;
+        if self.layout == BlockLayout::Interleaved {
+            debug_assert!(lines.start.is_multiple_of(SIDE) && lines.len() == SIDE, "{lines:?} are no panel");
+            let first_block = start / self.format.block_elements();
+            return Chunk {
+                lines: ChunkLines::Interleaved { panel: self.panel(lines.start / SIDE), first_block },
+                elements,
+            };
+        }
         let last = self.blocks(lines.end - 1, start);
         let mut addresses = [last.as_ptr(); SIDE];
         for (address, lines_before_last) in addresses.iter_mut().zip((0..lines.len()).rev()) {
             *address = last.as_ptr().wrapping_sub(lines_before_last * self.line_bytes);
         }
-        Chunk { addresses, bytes: last.len(), elements: self.chunk_end(start) - start }
+        Chunk { lines: ChunkLines::Rows { addresses, bytes: last.len() }, elements }
     }
 
     /// Fetches what is needed after a chunk: further along its lines, and from their end on in the next 16 lines.
     #[inline(always)]
-    pub(super) fn fetch_after(&self, chunk: &Chunk, start: usize) {
+    pub(super) fn fetch_after(&self, chunk: &Chunk<'_>, start: usize) {
+        let (addresses, bytes) = match &chunk.lines {
+            ChunkLines::Rows { addresses, bytes } => (addresses, *bytes),
+            ChunkLines::Interleaved { panel, first_block } => {
+                with_block_codec!(self.format, Codec => {
+                    for block in 0..chunk.elements / Codec::ELEMENTS {
+                        panel.fetch_after::<Codec>(first_block + block);
+                    }
+                });
+                return;
+            }
+        };
         let first = start / self.format.block_elements() * self.format.block_bytes();
-        let is_of_later = first + chunk.bytes + AHEAD_BYTES > self.line_bytes;
+        let is_of_later = first + bytes + AHEAD_BYTES > self.line_bytes;
         let ahead = AHEAD_BYTES + if is_of_later { (SIDE - 1) * self.line_bytes } else { 0 };
-        for address in chunk.addresses {
-            for byte in (0..chunk.bytes).step_by(CACHE_LINE_BYTES) {
+        for address in addresses {
+            for byte in (0..bytes).step_by(CACHE_LINE_BYTES) {
                 prefetch(address.wrapping_add(byte + ahead));
             }
         }
@@ -89,13 +211,77 @@ impl<'a> BlockLines<'a> {
 }
 
 /// A chunk of 16 lines.
-pub(super) struct Chunk {
-    /// Address of each line's first block.
-    pub(super) addresses: [*const u8; SIDE],
-    /// Bytes of each line.
-    bytes: usize,
+pub(super) struct Chunk<'a> {
+    lines: ChunkLines<'a>,
     /// Elements of each line.
     pub(super) elements: usize,
+}
+
+/// Place of a chunk's lines.
+enum ChunkLines<'a> {
+    /// Address of each line's first block, and the bytes of each line.
+    Rows { addresses: [*const u8; SIDE], bytes: usize },
+    /// The panel, and the first block in it.
+    Interleaved { panel: Panel<'a>, first_block: usize },
+}
+
+/// 16 interleaved lines.
+#[derive(Clone, Copy)]
+pub(super) struct Panel<'a> {
+    /// Words of 16 lines each, block by block.
+    words: &'a [u8],
+    /// 16 bits of each line, block by block, of formats with an extra word.
+    halves: &'a [u8],
+}
+
+impl<'a> Panel<'a> {
+    /// Returns the words of a block.
+    ///
+    /// # Panics
+    /// If the panel has no such block.
+    #[inline(always)]
+    pub(super) fn block<C: BlockCodec>(&self, block: usize) -> InterleavedBlock<'a> {
+        let bytes = C::WORDS.count * 4 * SIDE;
+        let words = &self.words[block * bytes..][..bytes];
+        let halves = match C::EXTRA {
+            Some(_) => &self.halves[block * 2 * SIDE..][..2 * SIDE],
+            None => &[],
+        };
+        InterleavedBlock { words, halves }
+    }
+}
+
+impl Panel<'_> {
+    /// Fetches what is needed after a block. Formats read the words of a block in an order that the CPU does not foresee.
+    #[inline(always)]
+    pub(super) fn fetch_after<C: BlockCodec>(&self, block: usize) {
+        let bytes = C::WORDS.count * 4 * SIDE;
+        for byte in (block * bytes..(block + 1) * bytes).step_by(CACHE_LINE_BYTES) {
+            prefetch(self.words.as_ptr().wrapping_add(byte + PANEL_AHEAD_BYTES));
+        }
+    }
+}
+
+/// The words of a block of 16 interleaved lines.
+#[derive(Clone, Copy)]
+pub(super) struct InterleavedBlock<'a> {
+    words: &'a [u8],
+    halves: &'a [u8],
+}
+
+impl<W: WordLanes> BlockSource<W> for InterleavedBlock<'_> {
+    #[inline(always)]
+    fn word(self, index: usize) -> W {
+        let words = self.words[index * 4 * SIDE..].first_chunk().expect("16 words");
+        // SAFETY: codecs call it with words of a level whose instructions the CPU has; see `WordLanes`.
+        unsafe { W::load_bytes(words) }
+    }
+
+    #[inline(always)]
+    fn extra(self) -> W {
+        // SAFETY: as above.
+        unsafe { W::load_halves(self.halves.first_chunk().expect("16 halves")) }
+    }
 }
 
 /// Memory for the words of a block of 16 lines.
@@ -104,23 +290,35 @@ pub(super) struct WordBuffer([[u32; SIDE]; MOST_WORDS]);
 
 impl WordBuffer {
     /// Zeros.
-    #[cfg(target_arch = "x86_64")]
     pub(super) const ZEROS: Self = Self([[0; SIDE]; MOST_WORDS]);
 
-    /// Reads block `block` of lines. Returns all its words.
+    /// Reads block `block` of a chunk. Returns all its words.
     ///
     /// # Safety
-    /// The lines must have the block, and the CPU the instructions of `W`.
+    /// The chunk must have the block, and the CPU the instructions of `W`.
     #[inline(always)]
     pub(super) unsafe fn read<W: WordLanes, C: BlockCodec>(
         &mut self,
-        lines: &[*const u8; SIDE],
+        chunk: &Chunk<'_>,
         block: usize,
     ) -> &[W] {
         const { assert!(size_of::<W>() == 4 * SIDE && align_of::<W>() <= align_of::<Self>()) };
         // SAFETY: words of a line each, of which any bits are valid.
         let words: &mut [W] =
             unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), all_words::<C>()) };
+        let lines = match &chunk.lines {
+            ChunkLines::Rows { addresses, .. } => addresses,
+            ChunkLines::Interleaved { panel, first_block } => {
+                let source = panel.block::<C>(first_block + block);
+                for (index, word) in words[..C::WORDS.count].iter_mut().enumerate() {
+                    *word = source.word(index);
+                }
+                if C::EXTRA.is_some() {
+                    words[C::WORDS.count] = source.extra();
+                }
+                return words;
+            }
+        };
         let mut addresses = *lines;
         for address in &mut addresses {
             *address = address.wrapping_add(block * C::BYTES + C::WORDS.first_byte);
@@ -143,7 +341,7 @@ impl WordBuffer {
 
 /// Decodes whole blocks, and rounds to the type.
 #[inline(always)]
-pub(in crate::cpu) fn decode_line<C: BlockCodec, T: Float>(blocks: &[u8], values: &mut [T]) {
+pub(super) fn decode_line<C: BlockCodec, T: Float>(blocks: &[u8], values: &mut [T]) {
     for (blocks, values) in blocks.chunks(CHUNK / C::ELEMENTS * C::BYTES).zip(values.chunks_mut(CHUNK)) {
         let mut wide = [0.0; CHUNK];
         let wide = &mut wide[..blocks.len() / C::BYTES * C::ELEMENTS];

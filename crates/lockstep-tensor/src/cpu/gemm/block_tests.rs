@@ -7,8 +7,8 @@ use super::{
     tests::queues,
 };
 use crate::{
-    BlockActivations, BlockGemm, BlockKernels, BlockMatrix, EmbeddingKernels, Gemm, GemmKernels, GemmLayout,
-    Queue, Summation, Tensor, View, Write,
+    BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix, EmbeddingKernels, Gemm, GemmKernels,
+    GemmLayout, Queue, Summation, Tensor, View, Write,
 };
 
 /// Returns the bytes of a quantized matrix, and its decoded elements.
@@ -207,4 +207,80 @@ fn some_rows_of_a_matrix_are_a_matrix() {
     let part = matrix.rows(2..5);
     assert_eq!((part.shape(), part.bytes().elements()), ([3, 64], 3 * 36));
     assert_eq!(part.bytes().to_vec::<u8>(), bytes.view().to_vec::<u8>()[72..180]);
+}
+
+/// Interleaves the rows of a matrix.
+fn interleaved(queue: &impl BlockKernels, matrix: BlockMatrix<'_>) -> Tensor {
+    let layout = BlockLayout::Interleaved;
+    let bytes =
+        BlockMatrix::bytes_of(matrix.format(), layout, matrix.shape()).expect("16 rows and whole blocks");
+    let target = tensor(&vec![0_u8; bytes]);
+    let to = BlockMatrix::with_layout(matrix.format(), layout, target.view(), matrix.shape());
+    queue.interleave_blocks(matrix, to);
+    target
+}
+
+/// Depths: whole chunks, and a part of one.
+#[test]
+fn products_with_interleaved_rows_have_the_bits_of_those_with_rows_as_files_store_them() {
+    for format in BlockFormat::ALL {
+        let (n, k) = (48, 512 + format.block_elements());
+        let (bytes, _) = quantized(format, [n, k], 3);
+        let matrix = BlockMatrix::new(format, bytes.view(), [n, k]);
+        for (types, mut queue) in
+            TYPES.into_iter().flat_map(|types| queues(2).into_iter().map(move |queue| (types, queue)))
+        {
+            let bytes = interleaved(&queue, matrix);
+            let other = BlockMatrix::with_layout(format, BlockLayout::Interleaved, bytes.view(), [n, k]);
+            let bias = floats(types.0, [n], &random_of(types.0, 2, n));
+            for (activations, rows) in [BlockActivations::Int8, BlockActivations::Float]
+                .into_iter()
+                .flat_map(|activations| [1, 2, 9, 40].map(|rows| (activations, rows)))
+            {
+                queue.set_block_activations(activations);
+                let a = floats(types.0, [rows, k], &random_of(types.0, 1, rows * k));
+                let product = |b: BlockMatrix<'_>| {
+                    let c = floats(types.1, [rows, n], &vec![0.0; rows * n]);
+                    queue.block_gemm(BlockGemm { a: a.view(), b, c: c.view(), bias: Some(bias.view()) });
+                    values(c.view())
+                };
+                let name = format!("{} {format} {types:?} {activations:?} {rows} x {n} x {k}", queue.level());
+                assert_eq!(product(other), product(matrix), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_an_interleaved_table_are_the_decoded_ones() {
+    let ([rows, width], ids) = ([32, 768], [3_u32, 31, 0, 17]);
+    for queue in queues(2) {
+        for format in BlockFormat::ALL {
+            let (bytes, _) = quantized(format, [rows, width], 5);
+            let matrix = BlockMatrix::new(format, bytes.view(), [rows, width]);
+            let bytes = interleaved(&queue, matrix);
+            let table =
+                BlockMatrix::with_layout(format, BlockLayout::Interleaved, bytes.view(), [rows, width]);
+            let rows_of = |table: BlockMatrix<'_>, ids: &[u32]| {
+                let found = floats(DType::F32, [ids.len(), width], &vec![9.0; ids.len() * width]);
+                queue.block_embedding(tensor(ids).view(), table, 0, found.view());
+                values(found.view())
+            };
+            assert_eq!(rows_of(table, &ids), rows_of(matrix, &ids), "{} {format}", queue.level());
+            assert_eq!(
+                rows_of(table.rows(16..32), &[1]),
+                rows_of(matrix, &[17]),
+                "{format}: the second half"
+            );
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "rows 8..20 cut 16 rows that are interleaved")]
+fn interleaved_rows_are_not_cut() {
+    // 16 blocks of 34 bytes and 32 bytes of padding, twice.
+    let bytes = tensor(&[0_u8; 2 * 576]);
+    let _ = BlockMatrix::with_layout(BlockFormat::Q8_0, BlockLayout::Interleaved, bytes.view(), [32, 32])
+        .rows(8..20);
 }

@@ -32,7 +32,7 @@ pub(super) unsafe fn decode_pairs(
         let mut buffer = WordBuffer::ZEROS;
         for block in 0..chunk.elements / Codec::ELEMENTS {
             // SAFETY: the caller's promises, here and below.
-            let words = unsafe { buffer.read::<Words512, Codec>(&chunk.addresses, block) };
+            let words = unsafe { buffer.read::<Words512, Codec>(&chunk, block) };
             let mut runs = [(_mm512_setzero_ps(), _mm512_setzero_ps()); RUNS];
             Codec::scales(words,  inlined!(|run: usize, [scales]: [__m512; 1], offsets: Option<[__m512; 1]>| {
                 runs[run] = (scales, offsets.map_or(scales, inlined!(|[offsets]: [__m512; 1]| offsets)));

@@ -3,8 +3,6 @@
 use half::{bf16, f16};
 use lockstep_plan::DType;
 
-#[cfg(target_arch = "x86_64")]
-use super::integer_lanes::{Avx2Integers, VnniIntegers};
 #[cfg(target_arch = "aarch64")]
 use super::{
     aarch64::{Bf16Dots, F32x4, Neon, NeonBf16},
@@ -20,7 +18,6 @@ use super::{
 };
 use super::{
     driver, grouped, integer,
-    integer_lanes::PlainIntegers,
     kernel::Portable,
     lanes::Plain,
     problem::{Problem, block_problem, problem},
@@ -76,6 +73,34 @@ pub(in crate::cpu) fn block_gemm(queue: &CpuQueue, gemm: BlockGemm<'_>) {
     }
 }
 
+/// Runs `$work` with `$V` bound to the vectors of integers that a CPU level has.
+macro_rules! with_integer_lanes {
+    ($level:expr, $V:ident => $work:expr) => {
+        match $level {
+            #[cfg(target_arch = "x86_64")]
+            $crate::CpuLevel::Avx512 | $crate::CpuLevel::Avx512Bf16 | $crate::CpuLevel::AmxBf16
+                if std::arch::is_x86_feature_detected!("avx512vnni") =>
+            {
+                type $V = $crate::cpu::gemm::integer_lanes::VnniIntegers;
+                $work
+            }
+            #[cfg(target_arch = "x86_64")]
+            $crate::CpuLevel::Avx2
+            | $crate::CpuLevel::Avx512
+            | $crate::CpuLevel::Avx512Bf16
+            | $crate::CpuLevel::AmxBf16 => {
+                type $V = $crate::cpu::gemm::integer_lanes::Avx2Integers;
+                $work
+            }
+            _ => {
+                type $V = $crate::cpu::gemm::integer_lanes::PlainIntegers;
+                $work
+            }
+        }
+    };
+}
+pub(super) use with_integer_lanes;
+
 /// Computes a product with quantized weights by the queue's type of activations. Rows of more than [`integer::MOST_DEPTH`] elements stay
 /// as they are, and so do all with weights whose codes are no integers.
 fn multiply_blocks<T: Multiply<C>, C: Float>(queue: &CpuQueue, gemm: BlockGemm<'_>) {
@@ -84,19 +109,7 @@ fn multiply_blocks<T: Multiply<C>, C: Float>(queue: &CpuQueue, gemm: BlockGemm<'
     if queue.block_activations == BlockActivations::Float || !are_integers {
         return T::multiply(queue, std::iter::once(problem));
     }
-    match queue.level {
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16
-            if std::arch::is_x86_feature_detected!("avx512vnni") =>
-        {
-            integer::multiply::<VnniIntegers, T, C>(queue, &problem);
-        }
-        #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx2 | CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => {
-            integer::multiply::<Avx2Integers, T, C>(queue, &problem);
-        }
-        _ => integer::multiply::<PlainIntegers, T, C>(queue, &problem),
-    }
+    with_integer_lanes!(queue.level, V => integer::multiply::<V, T, C>(queue, &problem));
 }
 
 /// A type of operands that can be multiplied into outputs of type `C`.

@@ -11,6 +11,7 @@ use super::{
     activations::{CodeForm, GROUP, GROUP_WORDS, RowGroup},
     block_lines::{BlockLines, WordBuffer},
     integer_lanes::{GROUP_UNITS, IntegerLanes},
+    interleaved_row::multiply_row,
     packed_lines::{DEPTH, PackedLines, code_form, pack_codes},
     problem::Problem,
     scratch::COLUMNS_UNITS,
@@ -18,7 +19,7 @@ use super::{
     transpose::SIDE,
 };
 use crate::{
-    CpuLevel, CpuQueue, Write,
+    BlockLayout, CpuLevel, CpuQueue, Write,
     cpu::simd::{Float, inlined},
 };
 
@@ -160,11 +161,21 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
         activations: Window<u32>,
         scratch: &mut TaskScratch,
     ) {
-        let Problem { k, c, bias, .. } = *self.problem;
+        let k = self.problem.k;
         let panels = columns.len().div_ceil(SIDE);
         let width = panels * SIDE;
         let TaskScratch { words: buffer, panels: packed, sums } = scratch;
         let sums = &mut sums[..rows.len() * width];
+        if rows.len() == 1 && self.lines.layout == BlockLayout::Interleaved {
+            // SAFETY: the words are groups of one row, and one row's tile is a panel; the caller's promise.
+            unsafe {
+                let words = activations.row(0, k / GROUP * GROUP_WORDS);
+                let sums = sums.first_chunk_mut().expect("16 sums");
+                multiply_row::<V>(groups_of(words), &self.lines, columns.start / SIDE, sums);
+                self.finish(level, rows, columns, sums, width);
+            }
+            return;
+        }
         sums.fill(0.0);
         for start in (0..k).step_by(DEPTH) {
             let depth = start..k.min(start + DEPTH);
@@ -195,6 +206,23 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
                 }
             }
         }
+        // SAFETY: the caller's promise.
+        unsafe { self.finish(level, rows, columns, sums, width) };
+    }
+
+    /// Writes the sums of a tile of C, whose rows are `width` apart.
+    ///
+    /// # Safety
+    /// Nothing else may use the tile.
+    unsafe fn finish(
+        &self,
+        level: CpuLevel,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        sums: &mut [f32],
+        width: usize,
+    ) {
+        let Problem { c, bias, .. } = *self.problem;
         let finish =
             Finish { partial: None, bias: bias.map(|bias| &bias[columns.start..]), write: Write::Overwrite };
         // SAFETY: the caller's promise.
@@ -217,10 +245,9 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
         width: usize,
     ) {
         with_rows!(rows, COUNT => {
-            // SAFETY: the words are groups of `COUNT` rows, which are words; the caller's promise.
+            // SAFETY: the words are groups of `COUNT` rows; the caller's promise.
             unsafe {
-                let groups: &[RowGroup<COUNT>] =
-                    std::slice::from_raw_parts(words.as_ptr().cast(), words.len() / (GROUP_WORDS * COUNT));
+                let groups = groups_of::<COUNT>(words);
                 match (self.form.runs, self.lines.format.has_offsets()) {
                     (1, false) => add_products::<V, COUNT, 1, false>(groups, packed, sums, width),
                     (1, true) => add_products::<V, COUNT, 1, true>(groups, packed, sums, width),
@@ -230,6 +257,15 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
             }
         });
     }
+}
+
+/// Returns groups of rows.
+///
+/// # Safety
+/// The words must be groups of as many rows.
+unsafe fn groups_of<const COUNT: usize>(words: &[u32]) -> &[RowGroup<COUNT>] {
+    // SAFETY: groups are words; the caller's promise.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), words.len() / (GROUP_WORDS * COUNT)) }
 }
 
 /// Adds the products of `COUNT` rows and packed lines whose groups have `RUNS_OF_GROUP` runs.

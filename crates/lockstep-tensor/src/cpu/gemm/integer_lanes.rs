@@ -7,6 +7,8 @@ use std::arch::x86_64::*;
 
 #[cfg(target_arch = "x86_64")]
 use super::word_lanes::{Words256, Words512};
+use lockstep_plan::block_format::Words;
+
 use super::{
     transpose::SIDE,
     word_lanes::{PlainWords, WordLanes},
@@ -37,6 +39,10 @@ pub(super) trait IntegerLanes {
     unsafe fn compiled<R>(work: impl FnOnce() -> R) -> R;
     /// Loads a unit.
     unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit;
+    /// Returns the unit of decoded words.
+    unsafe fn unit_of(words: Self::Words) -> Self::Unit;
+    /// Returns numbers that are decoded with words.
+    unsafe fn decoded(numbers: <Self::Words as Words>::Floats) -> Self::Floats;
     /// Returns the same integer for all lines.
     unsafe fn splat(integer: i32) -> Self::Integers;
     /// Adds the products of a unit and four codes of a row of activations.
@@ -75,6 +81,16 @@ impl IntegerLanes for PlainIntegers {
     #[inline(always)]
     unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit {
         *words
+    }
+
+    #[inline(always)]
+    unsafe fn unit_of(words: PlainWords) -> Self::Unit {
+        words.0
+    }
+
+    #[inline(always)]
+    unsafe fn decoded(numbers: [f32; SIDE]) -> Self::Floats {
+        numbers
     }
 
     #[inline(always)]
@@ -153,11 +169,21 @@ impl IntegerLanes for Avx2Integers {
     #[inline(always)]
     unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit {
         // SAFETY: 16 words; the caller's promise, here and below.
+        unsafe { Self::unit_of(Words256::load(words)) }
+    }
+
+    #[inline(always)]
+    unsafe fn unit_of(words: Words256) -> Self::Unit {
+        // SAFETY: as above.
         unsafe {
             let shift = _mm256_set1_epi8(i8::MIN);
-            let half = |at: usize| _mm256_loadu_si256(words.as_ptr().add(at).cast());
-            [_mm256_xor_si256(half(0), shift), _mm256_xor_si256(half(SIDE / 2), shift)]
+            [_mm256_xor_si256(words.0[0], shift), _mm256_xor_si256(words.0[1], shift)]
         }
+    }
+
+    #[inline(always)]
+    unsafe fn decoded(numbers: [__m256; 2]) -> Self::Floats {
+        numbers
     }
 
     #[inline(always)]
@@ -249,6 +275,16 @@ impl IntegerLanes for VnniIntegers {
     unsafe fn unit(words: &[u32; SIDE]) -> Self::Unit {
         // SAFETY: 16 words.
         unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn unit_of(words: Words512) -> Self::Unit {
+        words.0[0]
+    }
+
+    #[inline(always)]
+    unsafe fn decoded([numbers]: [__m512; 1]) -> Self::Floats {
+        numbers
     }
 
     #[inline(always)]

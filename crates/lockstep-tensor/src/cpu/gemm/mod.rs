@@ -6,7 +6,7 @@
 //! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
 //! `convolution` multiplies images, `winograd` with fewer multiplications where it can, `weight_gradient` without packing, and `few_channels` those of a first layer. `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
 //! product for each expert of a mixture. `block_lines` decodes quantized weights while they are packed, and `integer` multiplies their codes with int8
-//! `activations`.
+//! `activations`. `interleave` stores 16 rows of them word by word, and `interleaved_row` multiplies one row with those.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
@@ -31,6 +31,8 @@ mod grouped;
 mod image;
 mod integer;
 mod integer_lanes;
+mod interleave;
+mod interleaved_row;
 mod kernel;
 mod lanes;
 mod operand;
@@ -56,8 +58,9 @@ mod weight_gradient;
 mod winograd;
 mod word_lanes;
 
-pub(super) use block_lines::decode_line;
+pub(super) use block_lines::BlockLines;
 pub(super) use dispatch::block_gemm;
+pub(super) use interleave::interleave;
 pub use peak::{Peak, measure_peak, measure_peak_within};
 pub(super) use scratch::Scratch;
 

@@ -10,7 +10,7 @@ use bytemuck::Zeroable;
 use lockstep_plan::{DType, with_block_codec};
 
 use super::{
-    block_lines::{BlockLines, CHUNK, decode_line},
+    block_lines::{BlockLines, CHUNK, CHUNK_BYTES, decode_line},
     image,
     lanes::Lanes,
     operand::{Form, Operand, Order},
@@ -253,8 +253,9 @@ pub(super) unsafe fn decode<V: Lanes, T: Float>(
     // SAFETY: the caller's promise.
     unsafe {
         V::compiled(inlined!(|| with_block_codec!(of.format, Codec => {
+            let mut buffer = [0; CHUNK_BYTES];
             for (index, values) in lines.zip(values.chunks_exact_mut(CHUNK)) {
-                decode_line::<Codec, T>(of.blocks(index, start), values);
+                decode_line::<Codec, T>(of.read(index, start, &mut buffer), values);
             }
         })));
     }

@@ -67,14 +67,14 @@ pub(super) unsafe fn pack_codes<V: IntegerLanes>(
 /// The CPU must have the instructions of `V`.
 #[inline(always)]
 unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
-    chunk: &Chunk,
+    chunk: &Chunk<'_>,
     first: usize,
     buffer: &mut WordBuffer,
     packed: &mut PackedLines,
 ) {
     for block in 0..chunk.elements / C::ELEMENTS {
         // SAFETY: the lines have the chunk's blocks; the caller's promise, here and below.
-        let words = unsafe { buffer.read::<V::Words, C>(&chunk.addresses, block) };
+        let words = unsafe { buffer.read::<V::Words, C>(chunk, block) };
         let group = first + block * (C::ELEMENTS / PART);
         for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
             for (unit, codes) in units.iter_mut().enumerate() {

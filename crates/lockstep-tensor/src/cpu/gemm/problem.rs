@@ -74,15 +74,14 @@ pub(super) fn block_problem<'a, T: Float, C: Float>(gemm: BlockGemm<'a>) -> Prob
         "the shapes of a product with quantized weights do not fit: a {a:?}, b {b:?}, c {c:?}, bias {bias:?}"
     );
     // SAFETY: as in `problem`.
-    let (a, bytes, bias, c) = unsafe {
+    let (a, lines, bias, c) = unsafe {
         (
             a.slice::<T>(),
-            b.bytes().slice::<u8>(),
+            BlockLines::new(&b),
             bias.map(|bias: View<'a>| bias.slice::<T>()),
             c.slice_mut::<C>(),
         )
     };
-    let lines = BlockLines { format: b.format(), bytes, line_bytes: b.row_bytes(), columns: k };
     Problem {
         m,
         of_rows: m,

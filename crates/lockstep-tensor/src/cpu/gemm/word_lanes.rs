@@ -14,17 +14,23 @@ use super::transpose::{transpose_quarters, transpose_vectors};
 pub(super) trait WordLanes: Words {
     /// Loads words.
     unsafe fn load(words: &[u32; SIDE]) -> Self;
+    /// Loads words as they lie in memory, little-endian.
+    unsafe fn load_bytes(words: &[u8; 4 * SIDE]) -> Self;
+    /// Loads the low halves of words; the high halves are zero.
+    unsafe fn load_halves(halves: &[u8; 2 * SIDE]) -> Self;
     /// Transposes words of lines: word `w` of line `l` goes to lane `l` of `words[w]`. Each line must have them from its address on.
     unsafe fn transpose(lines: &[*const u8; SIDE], words: &mut [Self]);
     /// Writes the words.
     unsafe fn store(self, target: &mut [u32; SIDE]);
+    /// Writes the words as bytes, little-endian.
+    unsafe fn store_bytes(self, target: &mut [u8; 4 * SIDE]);
     /// Writes numbers.
     unsafe fn store_floats(numbers: Self::Floats, target: &mut [f32; SIDE]);
 }
 
 /// Plain arithmetic.
 #[derive(Clone, Copy)]
-pub(super) struct PlainWords([u32; SIDE]);
+pub(super) struct PlainWords(pub(super) [u32; SIDE]);
 
 impl PlainWords {
     #[inline(always)]
@@ -133,6 +139,24 @@ impl WordLanes for PlainWords {
     }
 
     #[inline(always)]
+    unsafe fn load_bytes(words: &[u8; 4 * SIDE]) -> Self {
+        let mut loaded = [0; SIDE];
+        for (word, bytes) in loaded.iter_mut().zip(words.as_chunks().0) {
+            *word = u32::from_le_bytes(*bytes);
+        }
+        Self(loaded)
+    }
+
+    #[inline(always)]
+    unsafe fn load_halves(halves: &[u8; 2 * SIDE]) -> Self {
+        let mut loaded = [0; SIDE];
+        for (word, bytes) in loaded.iter_mut().zip(halves.as_chunks().0) {
+            *word = u32::from(u16::from_le_bytes(*bytes));
+        }
+        Self(loaded)
+    }
+
+    #[inline(always)]
     unsafe fn transpose(lines: &[*const u8; SIDE], words: &mut [Self]) {
         for (index, words) in words.iter_mut().enumerate() {
             for (word, line) in words.0.iter_mut().zip(lines) {
@@ -148,6 +172,13 @@ impl WordLanes for PlainWords {
     }
 
     #[inline(always)]
+    unsafe fn store_bytes(self, target: &mut [u8; 4 * SIDE]) {
+        for (bytes, word) in target.as_chunks_mut().0.iter_mut().zip(self.0) {
+            *bytes = word.to_le_bytes();
+        }
+    }
+
+    #[inline(always)]
     unsafe fn store_floats(numbers: [f32; SIDE], target: &mut [f32; SIDE]) {
         *target = numbers;
     }
@@ -160,7 +191,7 @@ macro_rules! words {
      $sub:ident, $floats_of:ident, $shl:ident, $shr:ident, $shr_signed:ident, $numbers:ident, $products:ident,
      |$halves:ident| $widen:expr, |$number:ident| $negative:expr,
      |$index:ident, $table:ident| $look_up:expr, $load:ident, $store:ident, $store_floats:ident,
-     $zero:ident, $transpose:path) => {
+     $zero:ident, |$half_address:ident| $load_halves:expr, $transpose:path) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         #[repr(transparent)]
@@ -291,6 +322,31 @@ macro_rules! words {
             }
 
             #[inline(always)]
+            unsafe fn load_bytes(words: &[u8; 4 * SIDE]) -> Self {
+                // SAFETY: 16 words; the CPU is little-endian.
+                unsafe {
+                    let mut loaded = Self([$zero(); $count]);
+                    for (index, vector) in loaded.0.iter_mut().enumerate() {
+                        *vector = $load(words.as_ptr().add(index * 4 * SIDE / $count).cast());
+                    }
+                    loaded
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn load_halves(halves: &[u8; 2 * SIDE]) -> Self {
+                // SAFETY: 16 halves.
+                unsafe {
+                    let mut loaded = Self([$zero(); $count]);
+                    for (index, vector) in loaded.0.iter_mut().enumerate() {
+                        let $half_address = halves.as_ptr().add(index * 2 * SIDE / $count);
+                        *vector = $load_halves;
+                    }
+                    loaded
+                }
+            }
+
+            #[inline(always)]
             unsafe fn transpose(lines: &[*const u8; SIDE], words: &mut [Self]) {
                 // SAFETY: the caller's promise.
                 unsafe { $transpose(lines, words) }
@@ -302,6 +358,16 @@ macro_rules! words {
                 unsafe {
                     for (index, vector) in self.0.into_iter().enumerate() {
                         $store(target.as_mut_ptr().add(index * SIDE / $count).cast(), vector);
+                    }
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn store_bytes(self, target: &mut [u8; 4 * SIDE]) {
+                // SAFETY: room for 16 words; the CPU is little-endian.
+                unsafe {
+                    for (index, vector) in self.0.into_iter().enumerate() {
+                        $store(target.as_mut_ptr().add(index * 4 * SIDE / $count).cast(), vector);
                     }
                 }
             }
@@ -335,7 +401,8 @@ words!(
         let half = |first: usize| _mm256_permutevar8x32_ps(_mm256_loadu_ps(table[first..].as_ptr()), index);
         _mm256_blendv_ps(half(0), half(8), _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
     },
-    _mm256_loadu_si256, _mm256_storeu_si256, _mm256_storeu_ps, _mm256_setzero_si256, transpose_words
+    _mm256_loadu_si256, _mm256_storeu_si256, _mm256_storeu_ps, _mm256_setzero_si256,
+    |address| _mm256_cvtepu16_epi32(_mm_loadu_si128(address.cast())), transpose_words
 );
 
 #[cfg(target_arch = "x86_64")]
@@ -347,7 +414,7 @@ words!(
     |number| _mm512_xor_ps(number, _mm512_set1_ps(-0.0)),
     |index, table| _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr())),
     _mm512_loadu_si512, _mm512_storeu_si512, _mm512_storeu_ps, _mm512_setzero_si512,
-    transpose_words_avx512
+    |address| _mm512_cvtepu16_epi32(_mm256_loadu_si256(address.cast())), transpose_words_avx512
 );
 
 /// Transposes words by scalar loads.

@@ -347,7 +347,7 @@ mod tests {
         fs::write(&weights, "x").unwrap();
         for (name, part) in [
             ("org/none", "org/none is no directory here; "),
-            ("org/none", "`hf download org/none`"),
+            ("org/none", "`lockstep fetch org/none`"),
             ("src/none", "src/none: there is no such directory; hf://src/none"),
             ("../../etc/passwd", "no such directory"),
             ("https://example.org/model", "only addresses of huggingface.co"),

@@ -41,7 +41,7 @@ pub enum HubError {
     /// Traffic is forbidden, and the cache lacks files.
     #[error(
         "{model} is not complete in the cache {} (missing: {missing}), and HF_HUB_OFFLINE forbids downloads; unset it, or run \
-         `hf download {model}` where there is a network", cache.display()
+         `lockstep fetch {model}` where there is a network", cache.display()
     )]
     Offline {
         /// Name of the model.

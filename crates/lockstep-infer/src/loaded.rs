@@ -14,7 +14,7 @@ use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
     placement_plan::CHUNK,
     run_memory::{kv_layer_bytes, record},
-    weights::ModelWeights,
+    weights::{ModelWeights, WeightForm},
 };
 
 /// Settings of [`LoadedModel::load`].
@@ -101,9 +101,11 @@ impl LoadedModel {
         let stage = ranks.groups().stage(recorded.units());
         let mut queue = queue(&arena, options.threads)?;
         let int8 = if dtype == DType::F32 { BlockActivations::Float } else { BlockActivations::Int8 };
-        queue.set_block_activations(options.activations.unwrap_or(int8));
+        let activations = options.activations.unwrap_or(int8);
+        queue.set_block_activations(activations);
+        let form = WeightForm { dtype, quantization: options.quantize, activations };
         let records = (recorded.records(), stage);
-        let weights = ModelWeights::load(directory, records, (dtype, options.quantize), (&arena, &*queue))?;
+        let weights = ModelWeights::load(directory, records, form, (&arena, &*queue))?;
         if let Some(group) = ranks.group() {
             // Collectives on one machine use the compute threads rather than a core of their own.
             group.set_workers(queue.workers());

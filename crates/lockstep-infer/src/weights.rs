@@ -20,7 +20,10 @@ use lockstep_checkpoint::{
 };
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
 use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{Arena, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
+use lockstep_tensor::{
+    Arena, BlockActivations, BlockLayout, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix,
+    Shape, View,
+};
 
 use crate::{
     InferError,
@@ -53,14 +56,36 @@ struct Files<'p> {
     numbers: HashMap<&'p Path, usize>,
 }
 
+/// Form of the weights of a model in memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WeightForm {
+    /// Type of weights that are numbers.
+    pub(crate) dtype: DType,
+    /// Quantization of whole matrices of linear layers that are stored as numbers.
+    pub(crate) quantization: Option<WeightQuantization>,
+    /// Activations in products with quantized weights.
+    pub(crate) activations: BlockActivations,
+}
+
+impl WeightForm {
+    /// Returns true if the rows of this rank's shard are interleaved: those of quantized matrices whose codes are multiplied with codes of
+    /// activations.
+    fn interleaves(&self, stored: StoredElements, record: &ParameterRecord) -> bool {
+        let StoredElements::Blocks(format) = stored else { return false };
+        let shape = Shape::from(record.local_shape().as_slice()).as_matrix().into();
+        self.activations == BlockActivations::Int8
+            && format.has_integer_codes()
+            && BlockMatrix::bytes_of(format, BlockLayout::Interleaved, shape).is_some()
+    }
+}
+
 impl<'p> Files<'p> {
     /// Returns the index of a file, which is mapped at its first use.
     fn index(&mut self, path: &'p Path) -> Result<usize, InferError> {
         if let Some(&file) = self.numbers.get(path) {
             return Ok(file);
         }
-        let map = MappedTensors::open(path);
-        self.files.push(map.map_err(|source| InferError::Map { path: path.to_owned(), source })?);
+        self.files.push(map(path)?);
         self.numbers.insert(path, self.files.len() - 1);
         Ok(self.files.len() - 1)
     }
@@ -71,18 +96,22 @@ impl<'p> Files<'p> {
     }
 }
 
+fn map(path: &Path) -> Result<MappedTensors, InferError> {
+    MappedTensors::open(path).map_err(|source| InferError::Map { path: path.to_owned(), source })
+}
+
 impl ModelWeights {
-    /// Loads the shards of `records` that the units of this rank's `stage` read, in type `dtype`, or whole matrices of linear layers
-    /// quantized if that is asked for.
+    /// Loads the shards of `records` that the units of this rank's `stage` read, in a form.
     ///
     /// # Errors
     /// If a file is damaged or cannot be mapped, or memory runs out.
     pub(crate) fn load(
         directory: &ModelDirectory,
         (records, stage): (&[ParameterRecord], Range<usize>),
-        (dtype, quantization): (DType, Option<WeightQuantization>),
+        form: WeightForm,
         (arena, kernels): (&Arena, &dyn Kernels),
     ) -> Result<Self, InferError> {
+        let dtype = form.dtype;
         let is_read = read_by(records, stage);
         let ids: HashMap<&str, usize> = records
             .iter()
@@ -97,8 +126,17 @@ impl ModelWeights {
             let Some(&id) = ids.get(parameter.name) else { continue };
             let shard = StoredShard { parameter, record: &records[id] };
             if shard.stays_stored(dtype) {
-                let file = files.index(parameter.file)?;
-                stored[id] = shard.place((file, &files.files[file]), &mut copied, arena)?;
+                stored[id] = if form.interleaves(parameter.stored, &records[id]) {
+                    // A mapping of its own: the pages that are read leave memory with it.
+                    let map = map(parameter.file)?;
+                    let place = shard.place((0, &map), &mut copied, arena)?;
+                    let interleaved =
+                        place.map(|place| place.interleaved(Some(&map), &mut copied, (arena, kernels)));
+                    interleaved.transpose()?
+                } else {
+                    let file = files.index(parameter.file)?;
+                    shard.place((file, &files.files[file]), &mut copied, arena)?
+                };
             }
         }
         for parameter in directory.packed_parameters() {
@@ -109,11 +147,13 @@ impl ModelWeights {
             let mut blocks = vec![0; parameter.bytes()];
             parameter.pack(&mut blocks)?;
             let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
-            stored[id] = Some(copy(&pieces, (packed, record), &mut copied, arena)?);
+            let place = copy(&pieces, (packed, record), &mut copied, arena)?;
+            stored[id] = Some(match form.interleaves(packed, record) {
+                true => place.interleaved(None, &mut copied, (arena, kernels))?,
+                false => place,
+            });
         }
-        if let Some(quantization) = quantization {
-            quantize(directory, records, quantization, (&mut stored, &mut copied), arena)?;
-        }
+        quantize(directory, records, form, (&mut stored, &mut copied), (arena, kernels))?;
         let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
         let category = MemoryCategory::Parameters;
@@ -195,7 +235,8 @@ impl ModelWeights {
             let shape = Shape::from(parts.records[id.0].shape.as_slice());
             let source = Source::File { file, offset: offset as usize };
             let elements = StoredElements::Dense(parts.dtype());
-            stored[id.0] = Some(StoredPlace { source, stored: elements, shape });
+            let layout = BlockLayout::Rows;
+            stored[id.0] = Some(StoredPlace { source, stored: elements, layout, shape });
         }
         Ok((files.files, stored))
     }
@@ -252,7 +293,8 @@ impl ModelWeights {
             StoredElements::Dense(dtype) => bytes(dtype, place.shape).map(Matrix::Dense),
             StoredElements::Blocks(format) => {
                 let bytes = bytes(DType::U8, Shape::from([place.bytes()]))?;
-                Some(Matrix::Blocks(BlockMatrix::new(format, bytes, place.shape.as_matrix().into())))
+                let shape = place.shape.as_matrix().into();
+                Some(Matrix::Blocks(BlockMatrix::with_layout(format, place.layout, bytes, shape)))
             }
         }
     }
@@ -274,10 +316,11 @@ fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
 fn quantize(
     directory: &ModelDirectory,
     records: &[ParameterRecord],
-    quantization: WeightQuantization,
+    form: WeightForm,
     (stored, copied): (&mut [Option<StoredPlace>], &mut Vec<Buffer>),
-    arena: &Arena,
+    (arena, kernels): (&Arena, &dyn Kernels),
 ) -> Result<(), InferError> {
+    let Some(quantization) = form.quantization else { return Ok(()) };
     let mut formats: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
     for (id, record) in records.iter().enumerate() {
         let is_number = stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)));
@@ -294,8 +337,12 @@ fn quantize(
         |name, values| -> Result<(), InferError> {
             let (id, format) = formats[name];
             let blocks = encode_blocks(format, values);
-            let place = (StoredElements::Blocks(format), &records[id]);
-            stored[id] = Some(copy(&[&blocks], place, copied, arena)?);
+            let (elements, record) = (StoredElements::Blocks(format), &records[id]);
+            let place = copy(&[&blocks], (elements, record), copied, arena)?;
+            stored[id] = Some(match form.interleaves(elements, record) {
+                true => place.interleaved(None, copied, (arena, kernels))?,
+                false => place,
+            });
             Ok(())
         },
     )

@@ -111,8 +111,8 @@ impl Op for Embedding {
                     BatchInput::PositionsFrom { row } => row,
                     BatchInput::Ids | BatchInput::Positions | BatchInput::Named(_) => 0,
                 };
-                let table = table.rows(first..table.shape()[0]);
-                run.queue().block_embedding(indices, table, self.first_id, y);
+                let first_id = self.first_id.wrapping_sub(first as u32);
+                run.queue().block_embedding(indices, table, first_id, y);
             }
         }
         Ok(())

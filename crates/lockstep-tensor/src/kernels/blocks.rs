@@ -1,7 +1,5 @@
 //! Kernels that read block-quantized matrices: products and rows.
 
-use std::ops::Range;
-
 use lockstep_plan::{BlockFormat, CACHE_LINE_BYTES, DType};
 
 use crate::View;
@@ -90,20 +88,6 @@ impl<'a> BlockMatrix<'a> {
         [self.rows, self.columns]
     }
 
-    /// Returns some of the rows.
-    ///
-    /// # Panics
-    /// If the range exceeds the matrix, or cuts 16 rows that are interleaved.
-    pub fn rows(&self, rows: Range<usize>) -> Self {
-        assert!(rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
-        let bytes_up_to = |row: usize| {
-            let bytes = Self::bytes_of(self.format, self.layout, [row, self.columns]);
-            bytes.unwrap_or_else(|| panic!("rows {rows:?} cut {INTERLEAVED_ROWS} rows that are interleaved"))
-        };
-        let bytes = self.bytes.rows(bytes_up_to(rows.start)..bytes_up_to(rows.end));
-        Self { bytes, rows: rows.len(), ..*self }
-    }
-
     /// Returns the same memory with another view of it, as a device's queue does.
     #[cfg(feature = "delayed")]
     pub(crate) fn with_bytes(self, bytes: View<'_>) -> BlockMatrix<'_> {
@@ -168,7 +152,7 @@ pub trait BlockKernels {
     /// Writes the blocks of a matrix that is stored row by row to `to`, of the same format and shape, whose rows are interleaved.
     fn interleave_blocks(&self, from: BlockMatrix<'_>, to: BlockMatrix<'_>);
 
-    /// Computes `out [T, width] = table[ids - first_id]`, decoded and rounded to the type of `out`, as
+    /// Computes `out [T, width] = table[ids - first_id]` modulo 2^32, decoded and rounded to the type of `out`, as
     /// [`embedding`](crate::EmbeddingKernels::embedding) does.
     fn block_embedding(&self, ids: View<'_>, table: BlockMatrix<'_>, first_id: u32, out: View<'_>);
 }

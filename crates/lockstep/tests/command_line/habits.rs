@@ -38,7 +38,7 @@ fn keys_and_values_of_other_tools_work_in_a_run() {
         ("train.epochs=3", ["train.epochs: is no key here", "an epoch has as many"]),
         ("train.gradient_accumulation_steps=3", ["train.global_batch", "micro_batch / ranks"]),
         ("train.precision=fp8", ["train.precision", "fp8 is not available"]),
-        ("model.path=org/none", ["model.path", "`hf download org/none`"]),
+        ("model.path=org/none", ["model.path", "`lockstep fetch org/none`"]),
         ("model.preset=https://example.org/x", ["model.preset", "only addresses of huggingface.co"]),
     ] {
         let run = if setting.starts_with("model.path") { "bare.toml" } else { "run.toml" };
@@ -97,7 +97,7 @@ fn every_command_takes_a_model_by_any_of_its_names() {
         run(&[&["train", "named.toml", "--set", &path][..], &fresh].concat()).succeeds();
     }
     run(&["generate", "--model", "llama3-8b", "--prompt", "a"]).refuses(2, &["without weights"]);
-    run(&["bench", "step", "--model", "org/none"]).refuses(2, &["`hf download org/none`"]);
+    run(&["bench", "step", "--model", "org/none"]).refuses(2, &["`lockstep fetch org/none`"]);
     run(&["eval", "--model", "hf://org/none", "--data", "text.txt"]).refuses(2, &["HF_HUB_OFFLINE"]);
 }
 

@@ -23,7 +23,7 @@ pub(super) const CHUNK: usize = 256;
 const AHEAD_BYTES: usize = 2048;
 
 /// Bytes of 16 interleaved lines to fetch ahead of decoding.
-const PANEL_AHEAD_BYTES: usize = 4096;
+const PANEL_AHEAD_BYTES: usize = 16 << 10;
 
 /// Most bytes of a line's chunk.
 pub(super) const CHUNK_BYTES: usize = {

@@ -200,15 +200,6 @@ fn rows_of_parts_of_blocks_are_refused() {
     let _ = BlockMatrix::new(BlockFormat::Q4K, bytes.view(), [2, 128]);
 }
 
-#[test]
-fn some_rows_of_a_matrix_are_a_matrix() {
-    let (bytes, _) = quantized(BlockFormat::Q4_0, [6, 64], 1);
-    let matrix = BlockMatrix::new(BlockFormat::Q4_0, bytes.view(), [6, 64]);
-    let part = matrix.rows(2..5);
-    assert_eq!((part.shape(), part.bytes().elements()), ([3, 64], 3 * 36));
-    assert_eq!(part.bytes().to_vec::<u8>(), bytes.view().to_vec::<u8>()[72..180]);
-}
-
 /// Interleaves the rows of a matrix.
 fn interleaved(queue: &impl BlockKernels, matrix: BlockMatrix<'_>) -> Tensor {
     let layout = BlockLayout::Interleaved;
@@ -267,20 +258,6 @@ fn rows_of_an_interleaved_table_are_the_decoded_ones() {
                 values(found.view())
             };
             assert_eq!(rows_of(table, &ids), rows_of(matrix, &ids), "{} {format}", queue.level());
-            assert_eq!(
-                rows_of(table.rows(16..32), &[1]),
-                rows_of(matrix, &[17]),
-                "{format}: the second half"
-            );
         }
     }
-}
-
-#[test]
-#[should_panic(expected = "rows 8..20 cut 16 rows that are interleaved")]
-fn interleaved_rows_are_not_cut() {
-    // 16 blocks of 34 bytes and 32 bytes of padding, twice.
-    let bytes = tensor(&[0_u8; 2 * 576]);
-    let _ = BlockMatrix::with_layout(BlockFormat::Q8_0, BlockLayout::Interleaved, bytes.view(), [32, 32])
-        .rows(8..20);
 }

@@ -31,7 +31,7 @@ pub(in crate::cpu) fn interleave(queue: &CpuQueue, from: BlockMatrix<'_>, to: Bl
     let (lines, target) = unsafe { (BlockLines::new(&from), to.bytes().slice_mut::<u8>()) };
     let target = Window::new(target.as_mut_ptr(), panel_bytes);
     with_integer_lanes!(queue.level, V => {
-        queue.pool.run(rows / SIDE, &|panel| {
+        queue.pool.run(rows / SIDE, |panel| {
             // SAFETY: each panel belongs to one task, and the CPU has the level's instructions.
             unsafe { write_panel::<V>(&lines, panel, target.row(panel, panel_bytes)) };
         });

@@ -123,7 +123,7 @@ fn quantized_weights(criterion: &mut Criterion) {
                 format!("{kind}, {format} as {dtype} at {}, {rows} x {outputs} x {inputs}", queue.level());
             let mut group = criterion.benchmark_group(name);
             group.throughput(Throughput::Bytes(bytes.view().elements() as u64));
-            let gemm = BlockGemm { a: x.view(), b, c: y.view(), bias: None };
+            let gemm = BlockGemm::linear(x.view(), b, y.view(), None);
             for activations in [BlockActivations::Float, BlockActivations::Int8] {
                 queue.set_block_activations(activations);
                 group.bench_function(format!("{activations:?}"), |bencher| {

@@ -132,6 +132,25 @@ impl Engine {
         Ok(())
     }
 
+    /// Replaces the blocks of a quantized matrix, which are of the format of its record. A rank that does not hold the matrix skips it.
+    ///
+    /// # Errors
+    /// If the matrix is not quantized, or has another number of bytes.
+    pub fn write_blocks(&mut self, id: ParameterId, blocks: &[u8]) -> Result<(), EngineError> {
+        let record = &self.layout.records[id.0];
+        let expected = record.block_format.and_then(|format| format.bytes(record.elements())).unwrap_or(0);
+        if blocks.len() != expected {
+            let (name, kind, found) = (record.name.clone(), StateKind::Parameter, blocks.len());
+            return Err(EngineError::WrongSize { name, kind, found, expected });
+        }
+        if let Some(store) =
+            self.weights.get(StoreKind::QuantizedWeights).filter(|store| store.blocks(id).is_some())
+        {
+            store.write_blocks(id, 0, blocks);
+        }
+        Ok(())
+    }
+
     /// Returns the store that holds a kind of tensors.
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&StateStore> {
         match kind {

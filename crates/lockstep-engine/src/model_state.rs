@@ -145,7 +145,7 @@ impl ModelState {
     }
 
     /// Replaces the elements of a parameter's tensor from `start` on, in memory and on disk; weights in every
-    /// precision. Elements that this rank does not keep are skipped.
+    /// precision, those of a quantized matrix as blocks. Elements that this rank does not keep are skipped.
     ///
     /// # Errors
     /// If the disk fails.
@@ -159,6 +159,9 @@ impl ModelState {
         let of_weights =
             [StoreKind::Weights, StoreKind::FrozenWeights, StoreKind::MasterWeights, StoreKind::Buffers];
         let of_optimizer = [StoreKind::Optimizer(kind)];
+        if let Some(store) = self.get(StoreKind::QuantizedWeights).filter(|_| kind == StateKind::Parameter) {
+            store.write_quantized(id, start, values);
+        }
         for &kind in if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer } {
             if let Some(store) = self.get(kind) {
                 store.write_part(id, start, values);
@@ -261,6 +264,7 @@ impl WeightSource for ModelState {
             trained: self.trained(),
             pool: self.pool.as_ref(),
             frozen: self.get(StoreKind::FrozenWeights),
+            quantized: self.get(StoreKind::QuantizedWeights),
             exact: self.buffers().or_else(|| self.master()),
             in_place: &[],
             held: None,

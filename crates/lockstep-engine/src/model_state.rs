@@ -145,7 +145,7 @@ impl ModelState {
     }
 
     /// Replaces the elements of a parameter's tensor from `start` on, in memory and on disk; weights in every
-    /// precision, those of a quantized matrix as blocks. Elements that this rank does not keep are skipped.
+    /// precision, except quantized ones. Elements that this rank does not keep are skipped.
     ///
     /// # Errors
     /// If the disk fails.
@@ -159,9 +159,6 @@ impl ModelState {
         let of_weights =
             [StoreKind::Weights, StoreKind::FrozenWeights, StoreKind::MasterWeights, StoreKind::Buffers];
         let of_optimizer = [StoreKind::Optimizer(kind)];
-        if let Some(store) = self.get(StoreKind::QuantizedWeights).filter(|_| kind == StateKind::Parameter) {
-            store.write_quantized(id, start, values);
-        }
         for &kind in if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer } {
             if let Some(store) = self.get(kind) {
                 store.write_part(id, start, values);
@@ -172,6 +169,14 @@ impl ModelState {
             }
         }
         Ok(())
+    }
+
+    /// Replaces bytes of the blocks of a quantized matrix from byte `start` on. Other parameters are skipped.
+    pub(crate) fn write_blocks(&self, id: ParameterId, start: usize, blocks: &[u8]) {
+        if let Some(store) = self.get(StoreKind::QuantizedWeights).filter(|store| store.blocks(id).is_some())
+        {
+            store.write_blocks(id, start, blocks);
+        }
     }
 
     /// Rounds this rank's own elements of a parameter's f32 master weights, if any, to the type that kernels read.

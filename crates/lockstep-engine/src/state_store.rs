@@ -330,19 +330,6 @@ impl StateStore {
         Some(BlockMatrix::new(format, bytes, [rows, columns]))
     }
 
-    /// Replaces the elements of a quantized matrix from element `start` on, encoded as blocks. Other parameters are skipped.
-    ///
-    /// # Panics
-    /// If `start` and the number of values are no multiples of the block.
-    pub(crate) fn write_quantized(&self, id: ParameterId, start: usize, values: &[f32]) {
-        let Some(format) = self.spans[id.0].and_then(|span| span.format) else { return };
-        let bytes =
-            |elements: usize| format.bytes(elements).expect("rows of a quantized shard are whole blocks");
-        let mut blocks = vec![0; bytes(values.len())];
-        format.quantize(values, &mut blocks);
-        self.write_blocks(id, bytes(start), &blocks);
-    }
-
     /// Replaces bytes of the blocks of a quantized matrix from byte `start` on.
     pub(crate) fn write_blocks(&self, id: ParameterId, start: usize, blocks: &[u8]) {
         let view = self.view(id);

@@ -41,6 +41,7 @@ compile_error!("safetensors is little-endian and Lockstep copies its bytes as th
 
 mod background;
 mod base;
+mod block_parameter;
 mod convert;
 mod coverage;
 mod digest;
@@ -72,6 +73,7 @@ pub mod safetensors;
 
 pub use background::{PendingSave, SaveThread};
 pub use base::BaseModel;
+pub use block_parameter::BlockParameter;
 pub use digest::Digest;
 pub use directory::{
     CheckpointQuality, Latest, Pruned, SkippedCheckpoint, find, latest_good, latest_good_of, make_room,

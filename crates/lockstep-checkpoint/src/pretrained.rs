@@ -5,14 +5,16 @@
 //! only the trained part. The rest is then read from the base model, whose digest is checked.
 
 use std::{
+    collections::BTreeMap,
     ops::Range,
     path::{Path, PathBuf},
 };
 
 use lockstep_model::{Adapter, HfImport, HfMapping, LoraConfig, ModelConfig};
-use lockstep_plan::DType;
+use lockstep_plan::{BlockFormat, DType};
 use rayon::prelude::*;
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::{
     BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, StoredParameter, TensorKind,
@@ -20,6 +22,7 @@ use crate::{
     gguf::{EmbeddedTokenizer, model::GgufModel},
     hf::HfCheckpoint,
     listing::list,
+    quantize::encode_blocks,
     quantized::{PackedParameter, QuantizationSummary, QuantizedFiles, quantization_in},
     tensor_files::{TensorFiles, gguf_file},
 };
@@ -61,6 +64,8 @@ pub(crate) enum Trained {
     Checkpoint {
         checkpoint: Box<Checkpoint>,
         adapter: Option<Adapter>,
+        /// Block formats in which the run kept matrices of the base model.
+        quantized: BTreeMap<String, BlockFormat>,
         /// Digest of the base model.
         digest: Digest,
     },
@@ -72,9 +77,12 @@ impl Trained {
     fn tune(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
         let (mut a, mut b) = (Vec::new(), Vec::new());
         match self {
-            Self::Checkpoint { checkpoint, adapter, .. } => {
+            Self::Checkpoint { checkpoint, adapter, quantized, .. } => {
                 if checkpoint.tensor(name, &TensorKind::Parameter).is_ok() {
                     return read_whole(checkpoint, name, values);
+                }
+                if let Some(&format) = quantized.get(name) {
+                    round_to_blocks(format, values);
                 }
                 let Some(adapter) = adapter else { return Ok(()) };
                 let Some([name_a, name_b]) = adapter.factors_of(name) else { return Ok(()) };
@@ -90,6 +98,23 @@ impl Trained {
             }
         }
         Ok(())
+    }
+}
+
+/// Rounds a matrix to the values of its blocks, which are those that a run trained with.
+fn round_to_blocks(format: BlockFormat, values: &mut [f32]) {
+    let blocks = encode_blocks(format, values);
+    format.dequantize(&blocks, values);
+}
+
+/// Returns the block formats in which the run of a checkpoint kept matrices of its base model.
+fn quantized_by(checkpoint: &Checkpoint) -> Result<BTreeMap<String, BlockFormat>, CheckpointError> {
+    match checkpoint.manifest().config.get("quantized") {
+        None | Some(Value::Null) => Ok(BTreeMap::new()),
+        Some(stored) => BTreeMap::deserialize(stored).map_err(|error| CheckpointError::Manifest {
+            path: checkpoint.path().join(MANIFEST_FILE),
+            reason: format!("config.quantized: {error}"),
+        }),
     }
 }
 
@@ -164,7 +189,9 @@ impl ModelDirectory {
                 };
                 let base = Box::new(Self::open(&base_path).map_err(missing)?);
                 let adapter = adapter_of(&checkpoint, &config)?;
-                let trained = Trained::Checkpoint { checkpoint: Box::new(checkpoint), adapter, digest };
+                let quantized = quantized_by(&checkpoint)?;
+                let checkpoint = Box::new(checkpoint);
+                let trained = Trained::Checkpoint { checkpoint, adapter, quantized, digest };
                 Weights::Tuned { base, trained }
             }
         };
@@ -189,6 +216,15 @@ impl ModelDirectory {
     /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns true if the weights are those of a run that quantized matrices of its base model: their values are those of its blocks,
+    /// and an adapter is merged into these, as peft merges into a quantized model.
+    pub fn has_values_of_blocks(&self) -> bool {
+        matches!(
+            &self.weights,
+            Weights::Tuned { trained: Trained::Checkpoint { quantized, .. }, .. } if !quantized.is_empty()
+        )
     }
 
     /// Returns the tokenizer: the name that the training run recorded, or the path of a `tokenizer.json` beside the

@@ -222,6 +222,7 @@ fn every_untied_parameter_of_the_model_must_be_saved() {
         unit: 0,
         buffer: lockstep_plan::BufferUnit::alone(0),
         trainable: true,
+        block_format: None,
         decay: true,
         learning_rate_multiplier: 1.0,
     };

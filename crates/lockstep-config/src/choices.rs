@@ -209,6 +209,18 @@ choices! {
         RankStabilized = "rank_stabilized",
     }
 
+    /// Quantization of frozen matrices.
+    BaseQuantization {
+        /// Numbers of `train.precision`.
+        None = "none",
+        /// NormalFloat, 4 bits (Dettmers et al., 2023, "QLoRA"), with an f32 scale for each 64 neighbours of a row: 4.5 bits per weight.
+        Nf4 = "nf4",
+        /// Integers of 4 bits, with an f32 scale and a zero point for each 64 neighbours.
+        Int4 = "int4",
+        /// Integers of 8 bits, with an f32 scale for each 128 neighbours.
+        Int8 = "int8",
+    }
+
     /// Method of reading and writing files of offloaded state.
     OffloadIo {
         /// By io_uring where the system has it, else by threads.

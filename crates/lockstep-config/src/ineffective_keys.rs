@@ -83,6 +83,14 @@ const REASONS: &[Row] = &[
         let has_adapter = run.fine_tune.adapter.is_some() || run.fine_tune.lora_rank.is_some();
         idle_if(has_adapter, "fine_tune.lora_rank", "an adapter, which freezes the whole model")
     }),
+    (&["fine_tune.quantize"], |run| {
+        let trains_all = !run.keeps_weights();
+        idle_if(
+            trains_all,
+            "fine_tune.lora_rank",
+            "all weights trained; fine_tune.lora_rank, adapter or freeze keeps some",
+        )
+    }),
     (&["fine_tune.lora_rank"], of_given_adapter),
     (
         &[

@@ -16,8 +16,9 @@ use lockstep_plan::{
 use serde_json::Value;
 
 use crate::choices::{
-    AllReduce, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OffloadIo,
-    OptimizerKind, Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport,
+    AllReduce, BaseQuantization, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling,
+    MuonScale, OffloadIo, OptimizerKind, Precision, Rounding, Scaling, ScheduleKind, StatePrecision,
+    TokenType, Transport,
 };
 use crate::declare::{Key, KeyReader, Section, joined, key_name, key_word, rules, sections};
 use crate::problem::Origin;
@@ -251,6 +252,10 @@ sections! {
         /// `standard` multiplies what the adapter adds by `lora_alpha / lora_rank`, `rank_stabilized` (rsLoRA) by
         /// `lora_alpha / sqrt(lora_rank)`.
         lora_scaling: Scaling = Scaling::Standard, rules().defines_numbers();
+        /// Quantization of the frozen matrices of linear layers in blocks (QLoRA). They are quantized as they are loaded, stay so in
+        /// memory, and are decoded panel by panel in forward and backward. Matrices that `model.path` stores quantized keep the blocks of
+        /// their files. `none` holds all of them as numbers of `train.precision`.
+        quantize: BaseQuantization = BaseQuantization::None, rules().defines_numbers();
         /// Directory of a PEFT adapter to continue from; rank, alpha and targets are those of the adapter.
         adapter: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
     }

@@ -1,9 +1,11 @@
 //! The model of a run: what `[model]` names, with its overrides, and the part of it that `[fine_tune]` trains.
 
+use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
 use lockstep_model::{ModelConfig, Tuning};
+use lockstep_plan::BlockFormat;
 use serde_json::{Map, Value};
 
 use crate::data_problems::data_problems;
@@ -27,6 +29,15 @@ pub struct ResolvedModel {
     pub base: OnceLock<BaseModel>,
 }
 
+impl ResolvedModel {
+    /// Returns the block formats of the matrices that the run quantizes, by name: not of those that are stored in blocks.
+    pub fn quantized_here(&self) -> BTreeMap<&str, BlockFormat> {
+        let stored = self.pretrained.as_ref().map(ModelDirectory::block_parameters).unwrap_or_default();
+        let quantized = self.tuning.quantized.iter().map(|(name, format)| (name.as_str(), *format));
+        quantized.filter(|(name, _)| stored.iter().all(|stored| stored.name != *name)).collect()
+    }
+}
+
 /// Returns the model that `[model]` describes.
 ///
 /// # Errors
@@ -47,7 +58,7 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     if config.names_data() {
         problems.extend(data_problems(config, &model));
     }
-    let tuned = resolve_tuning(config, &model);
+    let tuned = resolve_tuning(config, &model, pretrained.as_ref());
     problems.extend(plan_problems(config, &model, tuned.as_ref().ok().map(|(tuning, _)| tuning)));
     Problems::none_of(problems)?;
     let (tuning, adapter) = tuned?;

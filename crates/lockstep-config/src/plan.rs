@@ -5,10 +5,10 @@
 
 use lockstep_graph::{BlockShape, RecomputeRules};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{CheckedPlan, DType, Facts, Places, Plan};
+use lockstep_plan::{CheckedPlan, DType, Places, Plan};
 
-pub use crate::plan_keys::facts_of;
-use crate::plan_keys::{adapter_rank, plan_of, problems_of};
+pub use crate::plan_keys::{facts_of, facts_of_tuning};
+use crate::plan_keys::{plan_of, problems_of};
 use crate::{Error, Problems, ResolvedModel, RunConfig, resolve_model, shape_of};
 
 /// Returns the run's checked plan and its model.
@@ -27,7 +27,7 @@ pub fn check(config: &RunConfig) -> Result<(Plan, ResolvedModel), Error> {
 /// [`Error::Configuration`] with everything that is inconsistent.
 pub fn checked_plan(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Result<CheckedPlan, Error> {
     let costs = || unit_costs(config, model, tuning);
-    let facts = Facts { adapter_rank: adapter_rank(tuning), ..facts_of(config, model) };
+    let facts = facts_of_tuning(facts_of(config, model), tuning);
     let plan = plan_of(config, &facts, costs).map_err(Problems::from)?;
     plan.check(&facts).map_err(|problems| Problems::all_of(problems_of(config, &problems)).into())
 }

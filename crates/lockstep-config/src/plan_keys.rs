@@ -71,7 +71,8 @@ pub(crate) fn plan_problems(
     model: &ModelConfig,
     tuning: Option<&Tuning>,
 ) -> Vec<Problem> {
-    let facts = Facts { adapter_rank: tuning.and_then(adapter_rank), ..facts_of(config, model) };
+    let default = Tuning::default();
+    let facts = facts_of_tuning(facts_of(config, model), tuning.unwrap_or(&default));
     // The split into stages does not matter here, and the units' costs are known only after recording.
     match plan_of(config, &facts, || vec![1.0; facts.units]) {
         Ok(plan) => plan.check(&facts).map_or_else(|problems| problems_of(config, &problems), |_| Vec::new()),
@@ -83,8 +84,13 @@ pub(crate) fn problems_of(config: &RunConfig, problems: &PlanProblems) -> Vec<Pr
     problems.0.iter().map(|problem| config.problem_of_plan(problem)).collect()
 }
 
-pub(crate) fn adapter_rank(tuning: &Tuning) -> Option<usize> {
-    tuning.adapter.as_ref().map(|adapter| adapter.config().rank)
+/// Returns the facts of a model of which `tuning` says what is trained.
+pub fn facts_of_tuning(facts: Facts, tuning: &Tuning) -> Facts {
+    Facts {
+        adapter_rank: tuning.adapter.as_ref().map(|adapter| adapter.config().rank),
+        has_quantized_weights: !tuning.quantized.is_empty(),
+        ..facts
+    }
 }
 
 /// Returns the plan that the run's keys describe, unchecked.

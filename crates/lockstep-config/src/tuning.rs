@@ -1,23 +1,27 @@
 //! The parameters that a run trains, and how: patterns of the configuration matched against the model's parameter names.
 
-use lockstep_checkpoint::PeftAdapter;
+use std::collections::{BTreeMap, BTreeSet};
+
+use lockstep_checkpoint::{ModelDirectory, PeftAdapter, WeightQuantization, WeightType, is_quantizable};
 use lockstep_model::{
     Adapter, LoraConfig, ModelConfig, ModelError, Tuning, parameter_records, tuned_records,
 };
-use lockstep_plan::ParameterRecord;
+use lockstep_plan::{BlockFormat, ParameterRecord};
 
+use crate::choices::BaseQuantization;
 use crate::{Error, Problem, Problems, RunConfig, pattern};
 
 /// The parameters that an optimizer's patterns are matched against, in words.
 const TRAINED: &str = "parameters that are trained";
 
-/// Resolves the part of `model` that the run trains, and the adapter that it continues from.
+/// Resolves the part of `model` that the run trains, and the adapter that it continues from. The weights are those of `pretrained`.
 ///
 /// # Errors
 /// If a pattern matches no parameter, if everything is frozen, or if an adapter does not fit.
 pub(crate) fn resolve_tuning(
     config: &RunConfig,
     model: &ModelConfig,
+    pretrained: Option<&ModelDirectory>,
 ) -> Result<(Tuning, Option<PeftAdapter>), Error> {
     let records = parameter_records(model);
     let own: Vec<&ParameterRecord> = records.iter().filter(|record| record.tie.is_none()).collect();
@@ -29,7 +33,14 @@ pub(crate) fn resolve_tuning(
         adapter.is_some() || freeze.iter().any(|pattern| pattern::describes(pattern, &record.name))
     };
     let frozen = own.into_iter().filter(is_frozen).map(|record| record.name.clone()).collect();
-    let tuning = Tuning { frozen, adapter };
+    let quantized = quantized_matrices(config, &frozen, &records, pretrained);
+    let quantize = config.fine_tune.quantize;
+    if quantize != BaseQuantization::None && config.keeps_weights() && quantized.is_empty() {
+        let what =
+            "quantizes nothing: no frozen matrix of a linear layer in a block has rows of whole groups";
+        problems.push(config.problem("fine_tune.quantize", what, "\"none\", or a type of smaller groups"));
+    }
+    let tuning = Tuning { frozen, quantized, adapter };
     let records = tuned_records(model, &tuning);
     let trained: Vec<&ParameterRecord> =
         records.iter().filter(|record| record.trainable && record.tie.is_none()).collect();
@@ -45,6 +56,35 @@ pub(crate) fn resolve_tuning(
     }
     Problems::none_of(problems)?;
     Ok((tuning, first))
+}
+
+/// Returns the block formats of the frozen matrices of linear layers: of those that `pretrained` stores in blocks theirs, of the others
+/// that of `fine_tune.quantize`. A matrix whose rows are no whole blocks stays as it is.
+fn quantized_matrices(
+    config: &RunConfig,
+    frozen: &BTreeSet<String>,
+    records: &[ParameterRecord],
+    pretrained: Option<&ModelDirectory>,
+) -> BTreeMap<String, BlockFormat> {
+    let to = match config.fine_tune.quantize {
+        BaseQuantization::None => return BTreeMap::new(),
+        BaseQuantization::Nf4 => WeightType::Nf4,
+        BaseQuantization::Int4 => WeightType::Int4,
+        BaseQuantization::Int8 => WeightType::Int8,
+    };
+    let quantization = WeightQuantization { to, group_size: None };
+    let stored = pretrained.map(ModelDirectory::block_parameters).unwrap_or_default();
+    let format = |record: &ParameterRecord| {
+        if !frozen.contains(&record.name) || !is_quantizable(&record.name, &record.shape) {
+            return None;
+        }
+        let stored =
+            stored.iter().find(|stored| stored.name == record.name && stored.elements == record.elements());
+        let format =
+            stored.map_or_else(|| quantization.format(record.shape[1]), |stored| Some(stored.format));
+        Some((record.name.clone(), format?))
+    };
+    records.iter().filter_map(format).collect()
 }
 
 fn resolve_adapter(

@@ -284,6 +284,7 @@ fn patterns_choose_which_parameters_decay() {
         unit: 0,
         buffer: lockstep_plan::BufferUnit::alone(0),
         trainable: true,
+        block_format: None,
         decay,
         learning_rate_multiplier: 1.0,
     };

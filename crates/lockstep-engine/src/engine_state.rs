@@ -1,8 +1,12 @@
 //! Access of the engine to its model state: initialization of parameters, and reading and replacing all tensors of the
 //! state for checkpoints.
 
-use lockstep_plan::{ParameterId, StoreKind};
+use std::sync::{Mutex, PoisonError};
 
+use lockstep_plan::{ParameterId, ParameterRecord, StoreKind};
+use lockstep_tensor::Workers;
+
+use crate::model_state::ModelState;
 use crate::state::{Contents, tensors_of, tensors_on_disk};
 use crate::{Engine, EngineError, StateKind, StateStore, StateTensor};
 
@@ -35,7 +39,7 @@ impl Engine {
                     let first = (first + start + offset) as u64;
                     record.initializer.fill(seed, &record.name, first, part);
                 });
-                self.weights.write(id, StateKind::Parameter, place, part)?;
+                write_values(&mut self.weights, &self.queue.workers(), record, id, (place, part))?;
                 place += part.len();
             }
         }
@@ -125,10 +129,28 @@ impl Engine {
                         store.write_part(id, place, values);
                     }
                 }
+                StateKind::Parameter => {
+                    write_values(&mut self.weights, &self.queue.workers(), record, id, (place, values))?;
+                }
                 kind => self.weights.write(id, kind, place, values)?,
             }
             place += len;
         }
+        Ok(())
+    }
+
+    /// Replaces the blocks of a quantized matrix, which are of the format of its record. A rank that does not hold the matrix skips it.
+    ///
+    /// # Errors
+    /// If the matrix is not quantized, or has another number of bytes.
+    pub fn write_blocks(&mut self, id: ParameterId, blocks: &[u8]) -> Result<(), EngineError> {
+        let record = &self.layout.records[id.0];
+        let expected = record.block_format.and_then(|format| format.bytes(record.elements())).unwrap_or(0);
+        if blocks.len() != expected {
+            let (name, kind, found) = (record.name.clone(), StateKind::Parameter, blocks.len());
+            return Err(EngineError::WrongSize { name, kind, found, expected });
+        }
+        self.weights.write_blocks(id, 0, blocks);
         Ok(())
     }
 
@@ -140,4 +162,32 @@ impl Engine {
             kind => self.store(StoreKind::Optimizer(kind)),
         }
     }
+}
+
+/// Replaces the values of a parameter from element `start` on, those of a quantized matrix encoded as blocks.
+///
+/// # Panics
+/// If `start` or the number of values of a quantized matrix is no multiple of the block.
+fn write_values(
+    weights: &mut ModelState,
+    workers: &Workers,
+    record: &ParameterRecord,
+    id: ParameterId,
+    (start, values): (usize, &[f32]),
+) -> Result<(), EngineError> {
+    /// Elements that a thread encodes at a time: whole blocks of every format.
+    const PART: usize = 1 << 14;
+    let Some(format) = record.block_format else {
+        return weights.write(id, StateKind::Parameter, start, values);
+    };
+    let bytes = |elements: usize| format.bytes(elements).expect("rows of a quantized shard are whole blocks");
+    let mut blocks = vec![0; bytes(values.len())];
+    let parts: Vec<_> = values.chunks(PART).zip(blocks.chunks_mut(bytes(PART)).map(Mutex::new)).collect();
+    workers.run(parts.len(), |part| {
+        let (values, blocks) = &parts[part];
+        format.quantize(values, &mut blocks.lock().unwrap_or_else(PoisonError::into_inner));
+    });
+    drop(parts);
+    weights.write_blocks(id, bytes(start), &blocks);
+    Ok(())
 }

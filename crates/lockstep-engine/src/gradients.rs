@@ -477,7 +477,7 @@ impl Gradients {
     /// Returns the full (unsharded) gradient, while a backward contributes to it.
     fn whole(&self, id: ParameterId) -> View<'_> {
         let Some(staging) = &self.staging else { return self.store.view(id) };
-        let ParameterSpan { flat, first, shape } =
+        let ParameterSpan { flat, first, shape, .. } =
             self.store.span_of(id).expect("what is trained has a gradient");
         let offset_bytes = staging.offsets_bytes[flat] + first * size_of::<f32>();
         let buffer = &staging.buffers[self.store.flat_parameters()[flat].parity()];

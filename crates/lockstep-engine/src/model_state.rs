@@ -145,7 +145,7 @@ impl ModelState {
     }
 
     /// Replaces the elements of a parameter's tensor from `start` on, in memory and on disk; weights in every
-    /// precision. Elements that this rank does not keep are skipped.
+    /// precision, except quantized ones. Elements that this rank does not keep are skipped.
     ///
     /// # Errors
     /// If the disk fails.
@@ -169,6 +169,14 @@ impl ModelState {
             }
         }
         Ok(())
+    }
+
+    /// Replaces bytes of the blocks of a quantized matrix from byte `start` on. Other parameters are skipped.
+    pub(crate) fn write_blocks(&self, id: ParameterId, start: usize, blocks: &[u8]) {
+        if let Some(store) = self.get(StoreKind::QuantizedWeights).filter(|store| store.blocks(id).is_some())
+        {
+            store.write_blocks(id, start, blocks);
+        }
     }
 
     /// Rounds this rank's own elements of a parameter's f32 master weights, if any, to the type that kernels read.
@@ -261,6 +269,7 @@ impl WeightSource for ModelState {
             trained: self.trained(),
             pool: self.pool.as_ref(),
             frozen: self.get(StoreKind::FrozenWeights),
+            quantized: self.get(StoreKind::QuantizedWeights),
             exact: self.buffers().or_else(|| self.master()),
             in_place: &[],
             held: None,

@@ -225,6 +225,7 @@ mod tests {
             unit: 0,
             buffer: lockstep_plan::BufferUnit::alone(0),
             trainable: true,
+            block_format: None,
             decay: true,
             learning_rate_multiplier: 1.0,
         };

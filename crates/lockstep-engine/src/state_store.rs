@@ -10,10 +10,12 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_plan::{
-    DType, Extent, FlatParameter, MemoryCategory, ParameterId, ParameterRecord, ShardPlace, StateItem,
-    StoreKind, StoreLayout,
+    BlockFormat, DType, Extent, FlatParameter, MemoryCategory, ParameterId, ParameterRecord, ShardPlace,
+    StateItem, StoreKind, StoreLayout,
 };
-use lockstep_tensor::{Arena, Buffer, Kernels, MemoryLocation, Shape, TensorError, View, Workers};
+use lockstep_tensor::{
+    Arena, BlockMatrix, Buffer, Kernels, MemoryLocation, Shape, TensorError, View, Workers,
+};
 
 /// Residence of a flat parameter's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +63,8 @@ pub(crate) struct ParameterSpan {
     /// Index of the parameter's first element in the flat parameter.
     pub(crate) first: usize,
     pub(crate) shape: Shape,
+    /// Format of a quantized matrix, whose elements here are the bytes of its blocks.
+    pub(crate) format: Option<BlockFormat>,
 }
 
 impl ParameterSpan {
@@ -154,8 +158,8 @@ impl StateStore {
         category: MemoryCategory,
     ) -> Result<Self, TensorError> {
         let place = |(place, record): (Option<(usize, usize)>, &ParameterRecord)| {
-            let shape = Shape::from(record.local_shape().as_slice());
-            place.map(|(flat, first)| ParameterSpan { flat, first, shape })
+            let (shape, format) = (Shape::from(record.stored_shape().as_slice()), record.block_format);
+            place.map(|(flat, first)| ParameterSpan { flat, first, shape, format })
         };
         let spans = layout.places.iter().copied().zip(records).map(place).collect();
         let unit_bytes: Vec<usize> =
@@ -314,6 +318,22 @@ impl StateStore {
         let place = self.spans[id.0]?;
         let elements = place.first..place.first + place.shape.elements();
         Some(self.elements_of(&self.layout.flat_parameters[place.flat], elements).reshape(place.shape))
+    }
+
+    /// Returns the blocks of a quantized matrix; `None` if the store does not hold it, or holds numbers.
+    pub(crate) fn blocks(&self, id: ParameterId) -> Option<BlockMatrix<'_>> {
+        let span = self.spans.get(id.0).copied().flatten()?;
+        let (rows, row_bytes) = span.shape.as_matrix();
+        let format = span.format?;
+        let bytes = self.view(id).reshape([rows * row_bytes]);
+        let columns = row_bytes / format.block_bytes() * format.block_elements();
+        Some(BlockMatrix::new(format, bytes, [rows, columns]))
+    }
+
+    /// Replaces bytes of the blocks of a quantized matrix from byte `start` on.
+    pub(crate) fn write_blocks(&self, id: ParameterId, start: usize, blocks: &[u8]) {
+        let view = self.view(id);
+        view.reshape([view.elements()]).rows(start..start + blocks.len()).write(blocks);
     }
 
     /// Returns this rank's own elements of a parameter's tensor; `None` if there are none, or they are on disk.

@@ -48,6 +48,8 @@ pub struct Weights<'a> {
     pub(crate) pool: Option<&'a ParameterPool>,
     /// Frozen weights, if there are any.
     pub frozen: Option<&'a StateStore>,
+    /// Blocks of frozen quantized matrices, if there are any.
+    pub(crate) quantized: Option<&'a StateStore>,
     /// Trained weights in full precision, if kernels read another type: all of them, or only those that kernels need
     /// exactly.
     pub exact: Option<&'a StateStore>,
@@ -71,6 +73,9 @@ impl<'a> Weights<'a> {
 
     /// Returns the unsharded weights of a parameter, which may be quantized.
     pub(crate) fn matrix(&self, id: ParameterId) -> Matrix<'a> {
+        if let Some(blocks) = self.quantized.and_then(|store| store.blocks(id)) {
+            return Matrix::Blocks(blocks);
+        }
         match (self.held.and_then(|held| held.view(id)), self.in_place.get(id.0)) {
             (None, Some(Some(matrix))) => *matrix,
             (held, _) => Matrix::Dense(held.unwrap_or_else(|| self.view(id))),
@@ -92,9 +97,13 @@ impl<'a> Weights<'a> {
             }
             _ => {}
         }
+        if let Some(blocks) = self.quantized.and_then(|store| store.blocks(id)) {
+            panic!("parameter {} is {}, but its operation reads numbers", id.0, blocks.format());
+        }
         let find = |store: &'a StateStore| Some((store, store.span_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));
-        let (store, ParameterSpan { flat, first, shape }) = place.expect("a parameter is trained or frozen");
+        let (store, ParameterSpan { flat, first, shape, .. }) =
+            place.expect("a parameter is trained or frozen");
         match (store.residence(flat), self.pool) {
             (Residence::Gathered { bundle, start }, Some(pool)) => pool.view(bundle, start + first, shape),
             _ => store.view(id),
@@ -105,6 +114,6 @@ impl<'a> Weights<'a> {
 impl<'a> From<&'a StateStore> for Weights<'a> {
     /// Returns the weights of a store that holds all of them in full.
     fn from(trained: &'a StateStore) -> Self {
-        Self { trained, pool: None, frozen: None, exact: None, in_place: &[], held: None }
+        Self { trained, pool: None, frozen: None, quantized: None, exact: None, in_place: &[], held: None }
     }
 }

@@ -259,7 +259,26 @@ impl<'a> Run<'a> {
                 let (layout, write) = (GemmLayout::NT, Write::Overwrite);
                 self.queue().gemm_rows(Gemm { layout, a: x, b, c: y, bias, write }, rows);
             }
-            Matrix::Blocks(b) => self.queue().block_gemm(BlockGemm { a: x, b, c: y, bias }),
+            Matrix::Blocks(b) => self.queue().block_gemm(BlockGemm::linear(x, b, y, bias)),
+        }
+    }
+
+    /// Computes `dx (+)= dy W`, which is a part of a product of `rows` rows.
+    pub(crate) fn multiply_back(
+        &self,
+        dy: View<'_>,
+        weight: ParameterIndex,
+        (dx, write): (View<'_>, Write),
+        rows: usize,
+    ) {
+        let layout = GemmLayout::NN;
+        match self.matrix(weight) {
+            Matrix::Dense(b) => {
+                self.queue().gemm_rows(Gemm { layout, a: dy, b, c: dx, bias: None, write }, rows);
+            }
+            Matrix::Blocks(b) => {
+                self.queue().block_gemm(BlockGemm { layout, a: dy, b, c: dx, bias: None, write });
+            }
         }
     }
 

@@ -26,6 +26,7 @@ impl ModelConfig {
             expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),
             experts_have_biases: sizes.experts_have_biases,
             adapter_rank: None,
+            has_quantized_weights: false,
             step,
             world_size,
         }

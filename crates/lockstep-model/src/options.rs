@@ -1,9 +1,9 @@
 //! Options of a recording: its purpose and shape, the rank's places, and the part of the model that is trained.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_graph::{BlockShape, HeadOutput, Mode, RecomputeRules, Statistics};
-use lockstep_plan::Places;
+use lockstep_plan::{BlockFormat, Places};
 
 use crate::lora::Adapter;
 
@@ -12,6 +12,8 @@ use crate::lora::Adapter;
 pub struct Tuning {
     /// Canonical names of frozen parameters. A tied parameter follows the one it is tied to.
     pub frozen: BTreeSet<String>,
+    /// Block formats of frozen matrices that are quantized, by canonical name.
+    pub quantized: BTreeMap<String, BlockFormat>,
     /// The LoRA adapter of linear layers.
     pub adapter: Option<Adapter>,
 }
@@ -24,7 +26,7 @@ impl Tuning {
 
     /// Returns a copy without adapter dropout.
     pub fn without_dropout(&self) -> Self {
-        Self { frozen: self.frozen.clone(), adapter: self.adapter.as_ref().map(Adapter::without_dropout) }
+        Self { adapter: self.adapter.as_ref().map(Adapter::without_dropout), ..self.clone() }
     }
 }
 

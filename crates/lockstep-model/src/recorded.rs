@@ -92,6 +92,12 @@ impl RecordedModel {
         };
         (0..model.units()).for_each(|unit| model.declare(unit));
         description.ties().iter().for_each(|tie| model.tie(tie));
+        for record in model.records.iter_mut().filter(|record| !record.trainable) {
+            let columns = record.local_shape().last().copied().unwrap_or(0);
+            let format = tuning.quantized.get(&record.name).copied();
+            // A shard that cuts blocks stays numbers.
+            record.block_format = format.filter(|format| format.bytes(columns).is_some());
+        }
         model.sliced = (0..model.units()).map(|unit| model.can_slice(unit, options.recompute)).collect();
         model
     }
@@ -330,6 +336,7 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         unit,
         buffer: BufferUnit::alone(unit),
         trainable: declared.trainable,
+        block_format: None,
         // Weight decay applies to matrices, not to scales and biases; those of experts are stacked.
         decay: declared.shape.len() > 1 && !declared.name.ends_with(".bias"),
         learning_rate_multiplier: 1.0,

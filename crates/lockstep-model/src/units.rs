@@ -1,9 +1,11 @@
 //! Recording of a model's units; units whose recordings would be equal share a program.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_graph::{InputGradient, LoraAdapters, Program, Recompute, Recorder, Split, Value};
-use lockstep_plan::Places;
+use lockstep_graph::{
+    InputGradient, LoraAdapters, ParameterDeclaration, Program, Recompute, Recorder, Split, Value,
+};
+use lockstep_plan::{BlockFormat, Places};
 
 use crate::{
     config::ModelConfig,
@@ -24,6 +26,8 @@ pub struct Flops {
 pub(crate) struct RecordedUnits {
     /// The distinct programs.
     pub(crate) programs: Vec<Program>,
+    /// Elements that each of these programs does not hold because its quantized matrices take fewer bytes than numbers would.
+    pub(crate) saved_elements: Vec<u64>,
     /// Index of each unit's program.
     pub(crate) of_unit: Vec<usize>,
     /// The units as the model declares them.
@@ -35,7 +39,12 @@ impl RecordedUnits {
         let model = config.model();
         let (splits, ties, inputs) = (model.placements(), model.ties(), model.inputs());
         let constants = model.constants();
-        let mut units = Self { programs: Vec::new(), of_unit: Vec::new(), declared: model.units() };
+        let mut units = Self {
+            programs: Vec::new(),
+            saved_elements: Vec::new(),
+            of_unit: Vec::new(),
+            declared: model.units(),
+        };
         // Recording inputs of each program.
         let mut recorded: Vec<Recording> = Vec::new();
         let mut trains_anything = false;
@@ -55,6 +64,10 @@ impl RecordedUnits {
                     g.declare_constants(&constants);
                     model.record(index, g)
                 }));
+                let recorded_last = units.programs.last();
+                units
+                    .saved_elements
+                    .push(recorded_last.map_or(0, |program| recording.saved_elements(program)));
                 recorded.push(recording);
                 recorded.len() - 1
             });
@@ -110,6 +123,8 @@ struct Recording {
     kind: usize,
     /// Names of frozen parameters, relative to the unit.
     frozen: BTreeSet<String>,
+    /// Block formats of quantized matrices by their names, relative to the unit.
+    quantized: BTreeMap<String, BlockFormat>,
     low_rank: Option<LoraAdapters>,
     input_gradient: InputGradient,
     recompute: Recompute,
@@ -121,9 +136,22 @@ impl Recording {
         // A head has no prefix; the names of other units match none of its parameters.
         let within = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
         let frozen = tuning.frozen.iter().filter_map(within).collect();
+        let quantized = tuning.quantized.iter();
+        let quantized = quantized.filter_map(|(name, format)| Some((within(name)?, *format))).collect();
         let low_rank = tuning.adapter.as_ref().map(|adapter| adapter.within(prefix));
         let (input_gradient, recompute) = (InputGradient::Wanted, Recompute::None);
-        Self { kind, frozen, low_rank, input_gradient, recompute }
+        Self { kind, frozen, quantized, low_rank, input_gradient, recompute }
+    }
+
+    /// Returns the number of elements whose bytes blocks save, in the dtype of the unit's program.
+    fn saved_elements(&self, program: &Program) -> u64 {
+        let size = program.shape().dtype.size_bytes();
+        let saved = |declared: &ParameterDeclaration| {
+            let elements = declared.share.shape_of(&declared.shape).iter().product::<usize>();
+            let bytes = self.quantized.get(&declared.name)?.bytes(elements)?;
+            Some(elements.saturating_sub(bytes.div_ceil(size)) as u64)
+        };
+        program.parameters().iter().filter_map(saved).sum()
     }
 
     /// Makes a tied parameter frozen or trained like the one it is tied to.

@@ -1,7 +1,10 @@
 //! Work of a rank for a micro-batch of a model, unit by unit.
 
 use lockstep_graph::Program;
-use lockstep_plan::{TensorDimensions, TensorPlace, work::ModelWork};
+use lockstep_plan::{
+    TensorDimensions, TensorPlace,
+    work::{ModelWork, UnitWork},
+};
 
 use crate::{
     config::ModelConfig,
@@ -32,8 +35,12 @@ fn work_of(units: &RecordedUnits, flops: Flops, tensor: TensorPlace) -> ModelWor
     let between = units.program(0);
     let dtype = between.shape().dtype;
     let TensorPlace { ranks, splits_tokens, dimensions, .. } = tensor;
+    let work = |(program, saved_elements): (&Program, &u64)| {
+        let work = program.work();
+        UnitWork { parameter_elements: work.parameter_elements - saved_elements, ..work }
+    };
     ModelWork {
-        distinct: units.programs.iter().map(Program::work).collect(),
+        distinct: units.programs.iter().zip(&units.saved_elements).map(work).collect(),
         of_unit: units.of_unit.clone(),
         dtype,
         boundary_bytes: units.boundary_bytes() as u64,

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Share,
+    BlockFormat, Share,
     random::{Philox, key_from_name},
 };
 
@@ -98,6 +98,9 @@ pub struct ParameterRecord {
     pub buffer: BufferUnit,
     /// True if the optimizer updates it.
     pub trainable: bool,
+    /// Block format in which a frozen matrix is kept in memory; `None` keeps numbers. A row of the shard is whole blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block_format: Option<BlockFormat>,
     /// True if weight decay applies; by default to matrices only.
     pub decay: bool,
     /// Factor on the learning rate.
@@ -118,6 +121,20 @@ impl ParameterRecord {
     /// Returns the number of elements of this rank's shard.
     pub fn local_elements(&self) -> usize {
         self.local_shape().iter().product()
+    }
+
+    /// Returns the shape in which a store keeps this rank's shard: that of its numbers, or `[rows, bytes of a row]` of its blocks.
+    ///
+    /// # Panics
+    /// If the rows of a quantized shard are not whole blocks.
+    pub fn stored_shape(&self) -> Vec<usize> {
+        let mut shape = self.local_shape();
+        if let (Some(format), Some(columns)) = (self.block_format, shape.last_mut()) {
+            let bytes = format.bytes(*columns);
+            *columns =
+                bytes.unwrap_or_else(|| panic!("{}: {columns} columns are no {format} blocks", self.name));
+        }
+        shape
     }
 }
 

@@ -217,7 +217,7 @@ pub struct UnitWork {
     pub backward_weights: Vec<Task>,
     /// Saved activations without recomputation in frameworks other than Lockstep.
     pub kept: Kept,
-    /// Elements of parameters on this rank.
+    /// Elements of parameters on this rank. A quantized matrix counts as the elements that take as many bytes as its blocks.
     pub parameter_elements: u64,
     /// Elements of expert parameters among them, which are reduced over a smaller group.
     pub expert_elements: u64,

@@ -183,6 +183,7 @@ mod tests {
             unit,
             buffer: BufferUnit::alone(unit),
             trainable: true,
+            block_format: None,
             decay: false,
             learning_rate_multiplier: 1.0,
         };

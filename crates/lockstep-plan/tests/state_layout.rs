@@ -22,6 +22,7 @@ fn model() -> ModelProfile {
         unit,
         buffer: BufferUnit::alone(unit),
         trainable,
+        block_format: None,
         decay: false,
         learning_rate_multiplier: 1.0,
     };

@@ -156,6 +156,7 @@ impl Planner {
     /// Returns the search space for a number of devices.
     pub(crate) fn space(&self, devices: usize) -> Space {
         let facts = plan::facts_of(&self.config, &self.model.config);
+        let facts = plan::facts_of_tuning(facts, &self.model.tuning);
         Space {
             facts: Facts { world_size: devices, ..facts },
             devices_of_a_node: self.cluster.devices_of_a_node().min(devices),

@@ -112,9 +112,20 @@ fn bounds_are_bounds() {
 /// offload.
 #[test]
 fn bounds_of_fine_tuning_are_bounds() {
+    check_bounds_of_fine_tuning("fine_tune.quantize=none");
+}
+
+/// Of quantized matrices the bounds count the bytes of their blocks, and the search leaves out what they refuse.
+#[test]
+fn bounds_of_fine_tuning_over_blocks_are_bounds() {
+    check_bounds_of_fine_tuning("fine_tune.quantize=nf4");
+}
+
+fn check_bounds_of_fine_tuning(quantize: &str) {
     let settings = [
         "model.preset=gpt2-355m",
         "fine_tune.lora_rank=16",
+        quantize,
         "train.global_batch=32",
         "train.seq_len=1024",
         "train.precision=bf16",

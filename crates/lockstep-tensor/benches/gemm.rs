@@ -135,7 +135,7 @@ fn quantized_weights(criterion: &mut Criterion) {
                 ("Int8 interleaved", interleaved, BlockActivations::Int8),
             ] {
                 queue.set_block_activations(activations);
-                let gemm = BlockGemm { a: x.view(), b, c: y.view(), bias: None };
+                let gemm = BlockGemm::linear(x.view(), b, y.view(), None);
                 group.bench_function(name, |bencher| bencher.iter(|| queue.block_gemm(gemm)));
             }
             group.finish();

@@ -403,6 +403,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         experts,
         expert_intermediate: 2 * experts,
         adapter_rank: None,
+        has_quantized_weights: false,
         step: StepFacts { global_batch: 16, seq_len: 32, ..StepFacts::default() },
         // The plan's own world size, if it is at most 64 ranks.
         world_size: plan.mesh.world_size().filter(|ranks| *ranks <= 64).unwrap_or(8),

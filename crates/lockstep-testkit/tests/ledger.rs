@@ -290,6 +290,10 @@ fn what_is_frozen_books_what_was_predicted() {
         shards("parallel.zero_stage=3"),
         vec![lora, "parallel.pipeline_parallel=2", "train.precision=bf16"],
         [shards("parallel.zero_stage=2"), vec!["parallel.quantize_gradients=int8"]].concat(),
+        // Matrices with rows of 32 are quantized, others stay numbers.
+        vec![lora, "fine_tune.quantize=int8"],
+        [shards("parallel.zero_stage=2"), vec!["fine_tune.quantize=int8", "train.precision=bf16"]].concat(),
+        vec![lora, "fine_tune.quantize=int4", "parallel.pipeline_parallel=2", "parallel.recompute=full"],
     ];
     // Only these models of the matrix start from pretrained weights, which freezing requires.
     check(&[MIXTRAL, QWEN2_MOE], &plans);

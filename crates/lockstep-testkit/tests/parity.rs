@@ -629,6 +629,22 @@ fn when_weights_are_gathered_changes_no_bit() {
 }
 
 #[test]
+fn adapters_over_quantized_matrices_have_the_numbers_of_one_rank() {
+    let plans: [&[&str]; 6] = [
+        &[REPLICAS_2],
+        &[SHARD_2, "parallel.zero_stage=1"],
+        &[SHARD_2, "parallel.zero_stage=2", REPLICAS_2],
+        &[PIPELINE_2, "parallel.pipeline_schedule=interleaved_1f1b"],
+        &[CONTEXT_2, "parallel.recompute=full"],
+        &[EXPERT_2, SHARD_2],
+    ];
+    // Matrices with rows of 32 are quantized, others stay numbers.
+    let of = |quantize: &'static str| plans.map(|plan| [plan, &["fine_tune.lora_rank=2", quantize]].concat());
+    check(&[MIXTRAL, QWEN2_MOE], &of("fine_tune.quantize=int8"));
+    check(&[MIXTRAL], &of("fine_tune.quantize=int4"));
+}
+
+#[test]
 fn weights_that_neighbours_keep_have_the_bits_of_their_owners() {
     let bench = Workbench::new().unwrap();
     let always = "parallel.reshard_after_forward=always";

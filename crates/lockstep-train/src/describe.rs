@@ -1,11 +1,13 @@
 //! The first screen of a run: everything that is derived from its configuration, printed once before the first step.
 
+use std::collections::BTreeMap;
+
 use lockstep_config::{ModelSource, ResolvedModel, RunConfig, human};
 use lockstep_data::{Dataset, RecordShape, Supervision, Tokenizer};
 use lockstep_engine::Engine;
 use lockstep_observe::progress::Progress;
 use lockstep_observe::report::DevicePeak;
-use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
+use lockstep_plan::{BlockFormat, MemoryCategory, ParameterId, TensorPlace};
 use lockstep_tensor::host::available_memory_bytes;
 
 use crate::TrainingData;
@@ -283,10 +285,21 @@ fn trained_part(engine: &Engine) -> Option<String> {
     let (all, trained) = (elements(&mut engine.parameter_ids()), elements(&mut engine.trained_ids()));
     (trained < all).then(|| {
         format!(
-            "{} of {} parameters ({:.2} %); the others keep their values",
+            "{} of {} parameters ({:.2} %); the others keep their values{}",
             human::count(trained as f64),
             human::count(all as f64),
-            100.0 * trained as f64 / all as f64
+            100.0 * trained as f64 / all as f64,
+            quantized_part(engine)
         )
     })
+}
+
+/// Returns the number of quantized matrices by format, in words that go on a line; empty if there are none.
+fn quantized_part(engine: &Engine) -> String {
+    let mut counts: BTreeMap<BlockFormat, usize> = BTreeMap::new();
+    for format in engine.parameter_ids().filter_map(|id| engine.records()[id.0].block_format) {
+        *counts.entry(format).or_default() += 1;
+    }
+    let part = |(format, count): (BlockFormat, usize)| format!(", {count} matrices in blocks of {format}");
+    counts.into_iter().map(part).collect()
 }

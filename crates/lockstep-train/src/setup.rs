@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use lockstep_checkpoint::{BaseModel, PeftAdapter};
+use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
 use lockstep_config::plan::checked_plan;
 use lockstep_config::{
     F32Products, Problems, ResolvedModel, RunConfig, engine_options, offload_directory, too_few_live,
 };
 use lockstep_engine::{Engine, EngineError, Ranks, StateKind};
 use lockstep_model::{Adapter, Tuning};
-use lockstep_plan::ParameterId;
+use lockstep_plan::{ParameterId, ParameterRecord};
 use lockstep_tensor::{Arena, ScratchFile};
 
 use crate::Error;
@@ -76,6 +76,7 @@ pub(crate) fn load_first_weights(
                 digest = Some(directory.for_each_parameter_hashed(sink)?);
                 Ok(())
             })?;
+            load_stored_blocks(directory, engine)?;
             let path = std::path::absolute(directory.path()).unwrap_or_else(|_| directory.path().to_owned());
             if let Some(digest) = digest {
                 // The directory is read once; a second reading would find the same.
@@ -84,6 +85,20 @@ pub(crate) fn load_first_weights(
             load_first_adapter(config, model, engine)
         }
     }
+}
+
+/// Loads the quantized matrices that the model's directory stores in blocks of the same format: as they are stored, where encoding
+/// their decoded values could give others.
+fn load_stored_blocks(directory: &ModelDirectory, engine: &mut Engine) -> Result<(), Error> {
+    for stored in directory.block_parameters() {
+        let is_stored = |record: &ParameterRecord| {
+            record.name == stored.name && record.block_format == Some(stored.format)
+        };
+        let Some(index) = engine.records().iter().position(is_stored) else { continue };
+        let columns = engine.records()[index].shape[1];
+        engine.write_blocks(ParameterId(index), &stored.blocks(columns)?)?;
+    }
+    Ok(())
 }
 
 /// Loads the initial adapter: the one that training continues from, or that of the initializers.

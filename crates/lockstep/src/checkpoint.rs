@@ -154,6 +154,16 @@ fn export_hf(checkpoint: &Path, hf: &Path, adapter: bool, dtype: DType) -> Resul
         model.export_hf(dtype, hf)?;
     }
     say!("wrote {}", hf.display());
+    if model.has_values_of_blocks() && adapter {
+        note!(
+            "note: the adapter was trained over quantized matrices: load its base model quantized alike (fine_tune.quantize says how), \
+             or export without --adapter"
+        );
+    } else if model.has_values_of_blocks() {
+        note!(
+            "note: the adapter is merged into the values of the quantized matrices that the run trained with, as peft merges it"
+        );
+    }
     match base.filter(|base| adapter && !base.join("config.json").exists()) {
         Some(base) => note!(
             "note: peft looks for the base model in {}, a checkpoint of Lockstep's; export it with `lockstep checkpoint export {} \

@@ -27,6 +27,7 @@ fn store(directory: &std::path::Path) -> WindowedStore {
         unit: 0,
         buffer: lockstep_plan::BufferUnit::alone(0),
         trainable: true,
+        block_format: None,
         decay: false,
         learning_rate_multiplier: 1.0,
     };

@@ -7,6 +7,7 @@ mod common;
 mod documents;
 mod offload;
 mod optimizers;
+mod quantized;
 mod recompute;
 mod reports;
 mod resnet;

@@ -109,7 +109,7 @@ fn what_is_not_trained_is_shared_out_with_the_parameters() {
     let model = model(false, 256);
     let names = parameter_records(&model).into_iter().map(|record| record.name);
     let frozen = names.filter(|name| !name.contains("layers.1.")).collect();
-    let tuning = Tuning { frozen, adapter: None };
+    let tuning = Tuning { frozen, ..Tuning::default() };
     for (stage, owners) in [(ZeroStage::Gradients, 1), (ZeroStage::Parameters, 4)] {
         let degrees = Degrees { shard: 4, ..Degrees::default() };
         let held = on_ranks_that_train(&tuning, &model, DType::BF16, degrees, stage, |engine| {

@@ -23,7 +23,7 @@ fn model(tied: bool) -> ModelConfig {
 
 fn frozen(model: &ModelConfig, is_frozen: impl Fn(&str) -> bool) -> Tuning {
     let names = parameter_records(model).into_iter().map(|record| record.name);
-    Tuning { frozen: names.filter(|name| is_frozen(name)).collect(), adapter: None }
+    Tuning { frozen: names.filter(|name| is_frozen(name)).collect(), ..Tuning::default() }
 }
 
 fn engine(model: &ModelConfig, tuning: &Tuning, dtype: DType, recompute: Recompute) -> Engine {

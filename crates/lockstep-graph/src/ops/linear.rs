@@ -164,9 +164,7 @@ impl Op for LinearOperation {
     }
 
     fn backward_rows(&self, run: &Run<'_>, dy: View<'_>, rows: Range<usize>, dx: View<'_>, write: Write) {
-        let (layout, b) = (GemmLayout::NN, run.weight(self.weight));
-        let gemm = Gemm { layout, a: dy.rows(rows), b, c: dx, bias: None, write };
-        run.queue().gemm_rows(gemm, dy.shape().as_matrix().0);
+        run.multiply_back(dy.rows(rows), self.weight, (dx, write), dy.shape().as_matrix().0);
     }
 
     fn work(&self, context: &WorkContext<'_>) -> Vec<Work> {

@@ -142,7 +142,11 @@ impl StoreLayout {
             let mut elements = 0;
             for &index in flat {
                 places[index] = Some((flat_parameters.len(), elements));
-                elements += records[index].local_elements().next_multiple_of(ALIGNMENT_ELEMENTS);
+                elements += records[index]
+                    .stored_shape()
+                    .iter()
+                    .product::<usize>()
+                    .next_multiple_of(ALIGNMENT_ELEMENTS);
             }
             let (unit, (completed_by, completed_in), is_tied, summing) = key(&flat[0]);
             let is_on_disk = is_on_disk(unit, is_tied);

@@ -20,6 +20,8 @@ pub enum StoreKind {
     Weights,
     /// Frozen weights in the same dtype.
     FrozenWeights,
+    /// Blocks of frozen quantized matrices, in bytes. Every rank of the shard group has all of them.
+    QuantizedWeights,
     /// f32 master weights, which the optimizer step updates if kernels read another dtype.
     MasterWeights,
     /// An optimizer state, one number per element.
@@ -39,6 +41,7 @@ impl StoreKind {
         match self {
             Self::Weights => "trained weights",
             Self::FrozenWeights => "frozen weights",
+            Self::QuantizedWeights => "quantized weights",
             Self::MasterWeights => "f32 master weights",
             Self::Optimizer(kind) => kind.name(),
             Self::Buffers => "buffers",
@@ -50,7 +53,7 @@ impl StoreKind {
     /// Returns the category that the store is booked under.
     pub const fn category(self) -> MemoryCategory {
         match self {
-            Self::Weights | Self::FrozenWeights => MemoryCategory::Parameters,
+            Self::Weights | Self::FrozenWeights | Self::QuantizedWeights => MemoryCategory::Parameters,
             Self::MasterWeights | Self::Optimizer(_) | Self::Buffers => MemoryCategory::Optimizer,
             Self::Gradients => MemoryCategory::Gradients,
             Self::GradientResidual => MemoryCategory::Communication,
@@ -63,7 +66,7 @@ impl StoreKind {
             Self::Weights | Self::FrozenWeights => Some(ZeroStage::Parameters),
             Self::MasterWeights | Self::Optimizer(_) => Some(ZeroStage::Optimizer),
             Self::Gradients => Some(ZeroStage::Gradients),
-            Self::Buffers | Self::GradientResidual => None,
+            Self::QuantizedWeights | Self::Buffers | Self::GradientResidual => None,
         }
     }
 }
@@ -72,7 +75,11 @@ impl StatePlan {
     /// Returns the kinds of stores and their dtypes, in order of allocation, for weights of `dtype`.
     fn stores(&self, dtype: DType) -> Vec<(StoreKind, DType)> {
         let updated = if self.facts.has_master { ZeroStage::Optimizer } else { ZeroStage::Parameters };
-        let mut stores = vec![(StoreKind::Weights, dtype), (StoreKind::FrozenWeights, dtype)];
+        let mut stores = vec![
+            (StoreKind::Weights, dtype),
+            (StoreKind::FrozenWeights, dtype),
+            (StoreKind::QuantizedWeights, DType::U8),
+        ];
         stores.extend(self.facts.has_master.then_some((StoreKind::MasterWeights, DType::F32)));
         let kept = self.facts.optimizer_keeps.iter();
         stores.extend(kept.map(|(kind, _)| (StoreKind::Optimizer(*kind), self.facts.optimizer_dtype)));
@@ -237,9 +244,11 @@ impl StateLayout {
         };
         let extent = if is_sharded { Extent::Own } else { Extent::Whole };
         let is_trained = |index: usize| self.is_here(index) && records[index].trainable;
+        let is_frozen = |index: usize| self.is_here(index) && !records[index].trainable;
         let keeps = |index: usize| match kind {
             StoreKind::Weights | StoreKind::MasterWeights | StoreKind::Gradients => is_trained(index),
-            StoreKind::FrozenWeights => self.is_here(index) && !records[index].trainable,
+            StoreKind::FrozenWeights => is_frozen(index) && records[index].block_format.is_none(),
+            StoreKind::QuantizedWeights => is_frozen(index) && records[index].block_format.is_some(),
             StoreKind::Optimizer(kind) => is_trained(index) && plan.keeps(kind)[index],
             StoreKind::Buffers => {
                 let buffers = &model.units[records[index].unit].buffers;
@@ -258,12 +267,12 @@ impl StateLayout {
             StoreKind::FrozenWeights => has_weights && is_offloaded(frozen, unit),
             StoreKind::MasterWeights | StoreKind::Optimizer(_) => is_offloaded(trained, unit),
             StoreKind::Gradients => has_gradients && is_offloaded(trained, unit) && !is_tied,
-            StoreKind::Buffers | StoreKind::GradientResidual => false,
+            StoreKind::QuantizedWeights | StoreKind::Buffers | StoreKind::GradientResidual => false,
         };
         // If frozen weights are not sharded, the rank owns all of them.
         let is_alone = match kind {
             StoreKind::FrozenWeights => !is_sharded,
-            kind => kind == StoreKind::Buffers,
+            kind => matches!(kind, StoreKind::QuantizedWeights | StoreKind::Buffers),
         };
         let place = |summing| if is_alone { ShardPlace::default() } else { self.place(summing) };
         let mut layout = StoreLayout::partly_on_disk(records, extent, place, keeps, is_on_disk);
@@ -303,7 +312,7 @@ impl StateLayout {
         self.items.iter().filter(move |item| match item.kind {
             StoreKind::Weights | StoreKind::MasterWeights => item.kind == updated,
             StoreKind::Optimizer(_) | StoreKind::Buffers | StoreKind::GradientResidual => true,
-            StoreKind::FrozenWeights | StoreKind::Gradients => false,
+            StoreKind::FrozenWeights | StoreKind::QuantizedWeights | StoreKind::Gradients => false,
         })
     }
 

@@ -48,6 +48,8 @@ pub struct Facts {
     pub experts_have_biases: bool,
     /// Rank of the LoRA adapter if only adapters are trained; `None` otherwise.
     pub adapter_rank: Option<usize>,
+    /// True if frozen matrices are quantized.
+    pub has_quantized_weights: bool,
     /// Facts about the optimizer step.
     pub step: StepFacts,
     /// World size: number of ranks of the run.

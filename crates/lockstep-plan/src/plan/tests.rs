@@ -25,6 +25,7 @@ fn facts() -> Facts {
         experts: 0,
         expert_intermediate: 0,
         adapter_rank: None,
+        has_quantized_weights: false,
         step: StepFacts { global_batch: 32, seq_len: 1024, ..StepFacts::default() },
         world_size: 8,
     }
@@ -627,7 +628,7 @@ proptest! {
             global_batch, world_size] = numbers;
         let facts = Facts {
             model: "a model".to_owned(), units: layers + 2, layers, heads, key_value_heads, hidden, intermediate,
-            has_latent_attention: false, norms_span_heads: false, experts_have_biases: false, has_inputs, fixed_seq_len: None, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
+            has_latent_attention: false, norms_span_heads: false, experts_have_biases: false, has_inputs, fixed_seq_len: None, vocab, experts, expert_intermediate, adapter_rank: None, has_quantized_weights: false, world_size,
             step: facts_of(global_batch, seq_len).step,
         };
         let plan = Plan {

@@ -91,10 +91,11 @@ impl Space {
             && self.residences(degrees, *zero_stage).any(|one| one == offload)
     }
 
-    /// Returns the offloads that are valid under a ZeRO stage. Weights are only offloaded if no rank keeps those that others update,
-    /// gradients only if no other rank keeps the same ones.
+    /// Returns the offloads that are valid under a ZeRO stage. Weights are only offloaded if they are numbers and no rank keeps those that
+    /// others update, gradients only if no other rank keeps the same ones.
     fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &Offload> {
-        let keeps_others = degrees.replicates_parameters(zero_stage.number());
+        let keeps_others =
+            self.facts.has_quantized_weights || degrees.replicates_parameters(zero_stage.number());
         let has_own_gradients = degrees.replicate == 1 && !degrees.replicates_gradients(zero_stage.number());
         self.offloads.iter().filter(move |offload| {
             (offload.parameters == Residence::Memory || !keeps_others)
@@ -142,7 +143,7 @@ impl Space {
         let Facts { intermediate, vocab, step, experts, .. } = self.facts;
         // Tensor-parallel ranks shard the tokens that they send to experts.
         let shares_tokens = experts == 0 || step.seq_len.is_multiple_of(tensor);
-        (tensor == 1 || !self.facts.step.updates_whole_matrices)
+        (tensor == 1 || !(self.facts.step.updates_whole_matrices || self.facts.has_quantized_weights))
             && tensor <= MOST_SHARERS
             && self.facts.shards_heads(tensor)
             && intermediate.is_multiple_of(tensor)
@@ -198,11 +199,17 @@ impl Space {
         const SHARED: [ZeroStage; 3] = [ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
         const CONTEXT: [ZeroStage; 4] =
             [ZeroStage::Nothing, ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
-        match (self.facts.step.updates_whole_matrices, degrees.shard, degrees.context) {
-            (true, ..) | (false, 1, 1) => &[ZeroStage::Nothing],
-            // Context-parallel ranks shard the state as well.
-            (false, 1, _) => &CONTEXT,
-            _ => &SHARED,
+        let stages: &[ZeroStage] =
+            match (self.facts.step.updates_whole_matrices, degrees.shard, degrees.context) {
+                (true, ..) | (false, 1, 1) => &[ZeroStage::Nothing],
+                // Context-parallel ranks shard the state as well.
+                (false, 1, _) => &CONTEXT,
+                _ => &SHARED,
+            };
+        // Quantized weights are replicated.
+        match stages {
+            [stages @ .., ZeroStage::Parameters] if self.facts.has_quantized_weights => stages,
+            stages => stages,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use lockstep_plan::{BlockFormat, CACHE_LINE_BYTES, DType};
 
-use crate::View;
+use crate::{GemmLayout, View, Write};
 
 /// Order of the blocks of a quantized matrix in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,8 +119,7 @@ pub enum Matrix<'a> {
 /// Type of the activations in products with quantized weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum BlockActivations {
-    /// Their own. The product has the bits of the [`NT`](crate::GemmLayout::NT) product with the weights decoded and rounded to the
-    /// type of the activations.
+    /// Their own. The product has the bits of the dense product with the weights decoded and rounded to the type of the activations.
     #[default]
     Float,
     /// Int8 with a scale for each 32 neighbours of a row, the largest magnitude divided by 127. Products of codes are summed as
@@ -128,25 +127,40 @@ pub enum BlockActivations {
     Int8,
 }
 
-/// A product with quantized weights: `C = A · Bᵀ (+ bias)`.
+/// A product with quantized weights: `C = A · B (+ bias)` or `C += A · B`.
 ///
-/// It is summed [by depth](crate::Summation::ByDepth) whatever the queue's setting, with activations of the type of
-/// [`BlockActivations`].
+/// It is summed [by depth](crate::Summation::ByDepth) whatever the queue's setting. Weights are decoded panel by panel; no product has
+/// all of them decoded at once.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockGemm<'a> {
+    /// [`NT`](GemmLayout::NT) for a linear layer, with activations of the type of [`BlockActivations`], or [`NN`](GemmLayout::NN) for
+    /// the gradient of its input, whose `A` keeps its type.
+    pub layout: GemmLayout,
     /// Left operand `[m, k]`: f32, bf16 or f16.
     pub a: View<'a>,
-    /// Weights `[n, k]`.
+    /// Weights: `[n, k]` of an `NT` product, `[k, n]` of an `NN` product.
     pub b: BlockMatrix<'a>,
     /// Output `[m, n]`, of the type of `A` or f32.
     pub c: View<'a>,
     /// Bias `[n]` of the type of `A`, added to every row of the product.
     pub bias: Option<View<'a>>,
+    /// Overwrite or accumulate.
+    pub write: Write,
+}
+
+impl<'a> BlockGemm<'a> {
+    /// Returns a linear layer: the `NT` product that overwrites `c`.
+    pub const fn linear(a: View<'a>, b: BlockMatrix<'a>, c: View<'a>, bias: Option<View<'a>>) -> Self {
+        Self { layout: GemmLayout::NT, a, b, c, bias, write: Write::Overwrite }
+    }
 }
 
 /// Products and rows of quantized matrices. Part of [`Kernels`](crate::Kernels).
 pub trait BlockKernels {
     /// Computes a product with quantized weights; see [`BlockGemm`].
+    ///
+    /// # Panics
+    /// If the layout is [`TN`](GemmLayout::TN): no gradient flows to quantized weights.
     fn block_gemm(&self, gemm: BlockGemm<'_>);
 
     /// Writes the blocks of a matrix that is stored row by row to `to`, of the same format and shape, whose rows are interleaved.

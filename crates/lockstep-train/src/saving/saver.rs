@@ -118,6 +118,7 @@ impl Saver {
                 "training_text": data.digest,
                 "base": model.base.get(),
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
+                "quantized": model.quantized_here(),
             }),
             plan: json!(checked_plan(config, &model.config, &model.tuning)?.plan()),
             kernels,

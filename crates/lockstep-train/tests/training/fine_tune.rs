@@ -33,14 +33,14 @@ n_positions = 24
 "#;
 
 /// A directory with a text and a pretrained model, in which runs keep all their files.
-struct Bench(tempfile::TempDir);
+pub(crate) struct Bench(tempfile::TempDir);
 
 impl Bench {
     fn new() -> Self {
         Self::of(BASE)
     }
 
-    fn of(base: &str) -> Self {
+    pub(crate) fn of(base: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let words = ["tape", "shard", "mesh", "rank", "block", "\n"];
         let text: String = (0..1500).map(|i| format!("{} ", words[i * i % 17 % 6])).collect();
@@ -52,11 +52,11 @@ impl Bench {
         bench
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    fn config(&self, run: &str, model: &str, settings: &[&str]) -> RunConfig {
+    pub(crate) fn config(&self, run: &str, model: &str, settings: &[&str]) -> RunConfig {
         let text = format!(
             "{model}\n[data]\ntrain = [{:?}]\ncache_dir = {:?}\n[train]\nglobal_batch = 4\nmicro_batch = 2\n\
              seq_len = 24\n[checkpoint]\ndir = {:?}\n[metrics]\ndir = {:?}\n",
@@ -68,26 +68,32 @@ impl Bench {
         RunConfig::parse(&text, "test", settings).unwrap_or_else(|problems| panic!("{problems}"))
     }
 
-    fn run(&self, run: &str, model: &str, settings: &[&str], resume: &Resume) -> Result<Summary, Error> {
+    pub(crate) fn run(
+        &self,
+        run: &str,
+        model: &str,
+        settings: &[&str],
+        resume: &Resume,
+    ) -> Result<Summary, Error> {
         let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
         train(&self.config(run, model, settings), resume, &Ranks::alone(), &Interrupt::default(), show)
     }
 
     /// Runs training from the pretrained model.
-    fn tune(&self, run: &str, settings: &[&str], resume: &Resume) -> Result<Summary, Error> {
+    pub(crate) fn tune(&self, run: &str, settings: &[&str], resume: &Resume) -> Result<Summary, Error> {
         self.run(run, &self.pretrained(), settings, resume)
     }
 
-    fn pretrained(&self) -> String {
+    pub(crate) fn pretrained(&self) -> String {
         format!("[model]\npath = {:?}\nfrom_pretrained = true\n", self.path("hf"))
     }
 
-    fn step(&self, run: &str, step: u64) -> PathBuf {
+    pub(crate) fn step(&self, run: &str, step: u64) -> PathBuf {
         self.path(run).join(format!("step-{step:08}"))
     }
 }
 
-fn weights(dir: &Path) -> BTreeMap<String, Vec<u32>> {
+pub(crate) fn weights(dir: &Path) -> BTreeMap<String, Vec<u32>> {
     let mut weights = BTreeMap::new();
     let add = |name: &str, values: &[f32]| -> Result<(), CheckpointError> {
         weights.insert(name.to_owned(), values.iter().map(|value| value.to_bits()).collect());

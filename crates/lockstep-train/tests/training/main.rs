@@ -10,6 +10,7 @@ mod guard;
 mod heads;
 mod peft;
 mod pictures;
+mod quantized_base;
 mod reference;
 mod run;
 mod sharded;

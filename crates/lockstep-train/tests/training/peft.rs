@@ -47,7 +47,7 @@ fn logits(directory: &ModelDirectory, batch: &Batch) -> Vec<f32> {
 fn engine(family: &str, recompute: Recompute) -> Engine {
     let (config, adapter) = (model(family), adapter(family));
     let frozen: BTreeSet<String> = parameter_records(&config).into_iter().map(|record| record.name).collect();
-    let tuning = Tuning { frozen, adapter: Some(adapter.adapter().clone()) };
+    let tuning = Tuning { frozen, adapter: Some(adapter.adapter().clone()), ..Tuning::default() };
     let plan = Plan { micro_batch: Some(SHAPE.sequences), recompute: recompute.into(), ..Plan::default() };
     let plan = config.check_plan(&plan, [4 * SHAPE.sequences, SHAPE.seq_len]).unwrap().rank(0);
     let builder = Engine::builder(&config, plan).tuning(&tuning);

@@ -2,7 +2,7 @@
 
 use super::rule::Rule;
 use crate::{
-    ContextMethod, Facts, LayerRule, Plan, TensorDimensions,
+    ContextMethod, Facts, LayerRule, Plan, Residence, TensorDimensions,
     nearest::{Choices, nearest_divisor, nearest_multiple, next_to},
 };
 
@@ -12,7 +12,29 @@ pub(in crate::plan) const WITH_MODEL: &[Rule<Facts>] = &[
     Rule(&["seq_len"], fixed_length),
     Rule(&["recompute"], recomputed_layers),
     Rule(&["mesh.replicate"], world),
+    Rule(&["mesh.tensor"], |plan, facts, found| {
+        let (tensor, expert_tensor) = (plan.mesh.tensor, plan.mesh.expert_tensor);
+        let what =
+            format!("tensor {tensor} splits matrices, and frozen ones are quantized as a whole; nearest: 1");
+        with_quantized(facts, tensor > 1 || expert_tensor > 1, what, found);
+    }),
+    Rule(&["zero_stage"], |plan, facts, found| {
+        let what = "zero_stage 3 shards parameters, and quantized ones are replicated; nearest: 2";
+        with_quantized(facts, plan.zero_stage >= 3, what.to_owned(), found);
+    }),
+    Rule(&["residence.parameters"], |plan, facts, found| {
+        let is_elsewhere = plan.residence.parameters != Residence::Memory;
+        let what = "parameters are offloaded, and quantized ones stay in memory; allowed: \"none\"";
+        with_quantized(facts, is_elsewhere, what.to_owned(), found);
+    }),
 ];
+
+/// Adds a problem if frozen matrices are quantized and `is_refused`.
+fn with_quantized(facts: &Facts, is_refused: bool, what: String, found: &mut Vec<String>) {
+    if facts.has_quantized_weights && is_refused {
+        found.push(what);
+    }
+}
 
 /// Rules that divide by degrees, for meshes with at least one rank.
 pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[

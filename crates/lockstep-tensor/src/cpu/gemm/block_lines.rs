@@ -78,9 +78,15 @@ impl<'a> BlockLines<'a> {
 
     #[inline(always)]
     fn blocks(&self, index: usize, start: usize) -> &'a [u8] {
+        self.part(index, start..self.chunk_end(start))
+    }
+
+    /// Returns the blocks of elements of line `index`, which is not interleaved.
+    #[inline(always)]
+    pub(super) fn part(&self, index: usize, elements: Range<usize>) -> &'a [u8] {
         let at = |element: usize| element / self.format.block_elements() * self.format.block_bytes();
         let line = &self.bytes[index * self.line_bytes..][..self.line_bytes];
-        &line[at(start)..at(self.chunk_end(start))]
+        &line[at(elements.start)..at(elements.end)]
     }
 
     /// Gathers the blocks of an interleaved line.

@@ -47,7 +47,7 @@ fn compare(format: BlockFormat, [n, k]: [usize; 2], row_counts: &[usize], thread
             let bias = rows.is_multiple_of(2).then(|| floats(types.0, [n], &random_of(types.0, 2, n)));
             let bias = bias.as_ref().map(Tensor::view);
             let [found, expected] = [(); 2].map(|()| floats(types.1, [rows, n], &vec![0.0; rows * n]));
-            queue.block_gemm(BlockGemm { a: a.view(), b: matrix, c: found.view(), bias });
+            queue.block_gemm(BlockGemm::linear(a.view(), matrix, found.view(), bias));
             let (layout, write) = (GemmLayout::NT, Write::Overwrite);
             queue.gemm(Gemm { layout, a: a.view(), b: b.view(), c: expected.view(), bias, write });
             let (found, expected) = (bits(&found), bits(&expected));
@@ -67,6 +67,56 @@ fn a_product_with_quantized_weights_has_the_bits_of_the_dense_product() {
         compare(format, [37, 256 + format.block_elements()], &[1, 2, 3, 4, 5, 6, 7, 8, 9], 1);
         compare(format, [40, 2304], &[2, 30], 2);
     }
+}
+
+/// Compares gradients of a linear layer's input with the dense ones, overwritten and accumulated.
+fn compare_gradients(format: BlockFormat, [k, n]: [usize; 2], row_counts: &[usize], threads: usize) {
+    let (bytes, decoded) = quantized(format, [k, n], 3);
+    let b = BlockMatrix::new(format, bytes.view(), [k, n]);
+    for (types, mut queue) in
+        TYPES.into_iter().flat_map(|types| queues(threads).into_iter().map(move |queue| (types, queue)))
+    {
+        queue.set_summation(Summation::ByDepth);
+        // Only linear layers round their activations.
+        queue.set_block_activations(BlockActivations::Int8);
+        let dense = floats(types.0, [k, n], &decoded);
+        for (&rows, write) in
+            row_counts.iter().flat_map(|rows| [(rows, Write::Overwrite), (rows, Write::Accumulate)])
+        {
+            let a = floats(types.0, [rows, k], &random_of(types.0, 1, rows * k));
+            let [found, expected] =
+                [(); 2].map(|()| floats(types.1, [rows, n], &random_of(types.1, 2, rows * n)));
+            let (layout, a, bias) = (GemmLayout::NN, a.view(), None);
+            queue.block_gemm(BlockGemm { layout, a, b, c: found.view(), bias, write });
+            queue.gemm(Gemm { layout, a, b: dense.view(), c: expected.view(), bias, write });
+            let (found, expected) = (bits(&found), bits(&expected));
+            if let Some(at) = found.iter().zip(&expected).position(|(found, expected)| found != expected) {
+                let [found, expected] = [found[at], expected[at]].map(f64::from_bits);
+                let product = format!("{} {format} {types:?} {write:?} {rows} x {n} x {k}", queue.level());
+                panic!("{product}: element {at} is {found} for {expected}");
+            }
+        }
+    }
+}
+
+/// Widths: whole strips of panels and parts of one. Depths: less than the lines that are decoded at a time, and two blocks of depth.
+#[test]
+fn a_gradient_through_quantized_weights_has_the_bits_of_the_dense_gradient() {
+    for format in BlockFormat::ALL {
+        let block = format.block_elements();
+        compare_gradients(format, [37, 256 + block], &[1, 7, 40], 1);
+        compare_gradients(format, [1100, 192_usize.next_multiple_of(block)], &[30], 2);
+    }
+}
+
+#[test]
+#[should_panic(expected = "no TN product")]
+fn a_gradient_of_quantized_weights_is_refused() {
+    let (bytes, _) = quantized(BlockFormat::Nf4G64, [4, 64], 3);
+    let b = BlockMatrix::new(BlockFormat::Nf4G64, bytes.view(), [4, 64]);
+    let [a, c] = [floats(DType::F32, [4, 2], &[0.0; 8]), floats(DType::F32, [2, 64], &[0.0; 128])];
+    let (layout, bias, write) = (GemmLayout::TN, None, Write::Overwrite);
+    queues(1)[0].block_gemm(BlockGemm { layout, a: a.view(), b, c: c.view(), bias, write });
 }
 
 /// Returns activations as int8 products read them: each the nearest of 255 multiples of a scale for its 32 neighbours.
@@ -96,7 +146,7 @@ fn a_product_with_int8_activations_is_that_of_their_codes_in_any_batch() {
                 let multiply = |a: View<'_>, rows: usize| {
                     let c = floats(types.1, [rows, n], &vec![0.0; rows * n]);
                     let bias = Some(bias.view());
-                    queue.block_gemm(BlockGemm { a, b: matrix, c: c.view(), bias });
+                    queue.block_gemm(BlockGemm::linear(a, matrix, c.view(), bias));
                     values(c.view())
                 };
                 let found = multiply(a.view(), rows);
@@ -133,7 +183,7 @@ fn a_row_of_activations_without_a_number_spoils_no_other_row() {
         let mut activations = vec![1.0; 3 * 64];
         (activations[3], activations[64 + 40], activations[65]) = (f64::INFINITY, f64::NAN, 1e-42);
         let [a, c] = [floats(DType::F32, [3, 64], &activations), floats(DType::F32, [3, 20], &[0.0; 60])];
-        queue.block_gemm(BlockGemm { a: a.view(), b: matrix, c: c.view(), bias: None });
+        queue.block_gemm(BlockGemm::linear(a.view(), matrix, c.view(), None));
         for (row, products) in values(c.view()).chunks_exact(20).enumerate() {
             let is_expected = |product: &f64| if row < 2 { product.is_nan() } else { product.is_finite() };
             assert!(products.iter().all(is_expected), "{} row {row}: {products:?}", queue.level());
@@ -184,7 +234,7 @@ fn weights_below_the_normal_range_and_of_both_signs_of_zero_are_multiplied_as_de
                 let [found, expected] =
                     [(); 2].map(|()| floats(DType::F32, [rows, 16], &vec![0.0; rows * 16]));
                 let (a, b, c) = (a.view(), b.view(), expected.view());
-                queue.block_gemm(BlockGemm { a, b: matrix, c: found.view(), bias: None });
+                queue.block_gemm(BlockGemm::linear(a, matrix, found.view(), None));
                 let (layout, write) = (GemmLayout::NT, Write::Overwrite);
                 queue.gemm(Gemm { layout, a, b, c, bias: None, write });
                 assert_eq!(bits(&found), bits(&expected), "{} {dtype} {rows} rows", queue.level());
@@ -232,7 +282,7 @@ fn products_with_interleaved_rows_have_the_bits_of_those_with_rows_as_files_stor
                 let a = floats(types.0, [rows, k], &random_of(types.0, 1, rows * k));
                 let product = |b: BlockMatrix<'_>| {
                     let c = floats(types.1, [rows, n], &vec![0.0; rows * n]);
-                    queue.block_gemm(BlockGemm { a: a.view(), b, c: c.view(), bias: Some(bias.view()) });
+                    queue.block_gemm(BlockGemm::linear(a.view(), b, c.view(), Some(bias.view())));
                     values(c.view())
                 };
                 let name = format!("{} {format} {types:?} {activations:?} {rows} x {n} x {k}", queue.level());

@@ -28,7 +28,7 @@ use crate::CpuLevel;
 #[cfg(target_arch = "x86_64")]
 use crate::F32Products;
 use crate::{
-    BlockActivations, BlockGemm, CpuQueue, Gemm, GemmKernels, GroupedGemm,
+    BlockActivations, BlockGemm, CpuQueue, Gemm, GemmKernels, GemmLayout, GroupedGemm, Write,
     cpu::{operands::check_disjoint, simd::Float},
 };
 
@@ -101,11 +101,14 @@ macro_rules! with_integer_lanes {
 }
 pub(super) use with_integer_lanes;
 
-/// Computes a product with quantized weights by the queue's type of activations. Rows of more than [`integer::MOST_DEPTH`] elements stay
-/// as they are, and so do all with weights whose codes are no integers.
+/// Computes a product with quantized weights, a linear layer by the queue's type of activations. Rows of more than
+/// [`integer::MOST_DEPTH`] elements stay as they are, and so do all with weights whose codes are no integers.
 fn multiply_blocks<T: Multiply<C>, C: Float>(queue: &CpuQueue, gemm: BlockGemm<'_>) {
     let problem = block_problem::<T, C>(gemm);
-    let are_integers = gemm.b.format().has_integer_codes() && problem.k <= integer::MOST_DEPTH;
+    let are_integers = gemm.layout == GemmLayout::NT
+        && gemm.write == Write::Overwrite
+        && gemm.b.format().has_integer_codes()
+        && problem.k <= integer::MOST_DEPTH;
     if queue.block_activations == BlockActivations::Float || !are_integers {
         return T::multiply(queue, std::iter::once(problem));
     }

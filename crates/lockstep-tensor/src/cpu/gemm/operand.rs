@@ -35,8 +35,8 @@ pub(super) enum Form<'a> {
     Patches(&'a Patches, Order),
     /// Filters: the depth is an element of a patch, the other index a lane.
     Filters(&'a Filters),
-    /// Lines of quantized blocks along the depth; the operand has no elements.
-    Blocks(BlockLines<'a>),
+    /// Lines of quantized blocks in the given order; the operand has no elements.
+    Blocks(BlockLines<'a>, Order),
 }
 
 impl<'a, T> Operand<'a, T> {
@@ -55,15 +55,15 @@ impl<'a, T> Operand<'a, T> {
         Self { elements, form: Form::Filters(filters) }
     }
 
-    /// Wraps lines of quantized blocks.
-    pub(super) fn blocks(lines: BlockLines<'a>) -> Self {
-        Self { elements: &[], form: Form::Blocks(lines) }
+    /// Wraps lines of quantized blocks in the given order.
+    pub(super) fn blocks(lines: BlockLines<'a>, order: Order) -> Self {
+        Self { elements: &[], form: Form::Blocks(lines, order) }
     }
 
-    /// Returns the lines of quantized blocks; `None` of a matrix of numbers.
+    /// Returns the lines of quantized blocks along the depth; `None` of other matrices.
     pub(super) fn block_lines(&self) -> Option<BlockLines<'a>> {
         match self.form {
-            Form::Blocks(lines) => Some(lines),
+            Form::Blocks(lines, Order::AlongDepth) => Some(lines),
             _ => None,
         }
     }
@@ -121,7 +121,8 @@ impl<T: Float> Operand<'_, T> {
                 span.filter(|span| span.len > 0).map_or(T::zeroed(), |span| self.elements[span.start])
             }
             Form::Filters(filters) => self.elements[filters.at(depth).0 + outer * filters.lane_stride],
-            Form::Blocks(lines) => lines.element(outer, depth),
+            Form::Blocks(lines, Order::AlongDepth) => lines.element(outer, depth),
+            Form::Blocks(lines, Order::AcrossDepth) => lines.element(depth, outer),
         }
     }
 }

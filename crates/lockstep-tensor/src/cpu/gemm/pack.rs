@@ -176,7 +176,12 @@ pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
             Form::Filters(filters) => {
                 image::pack_filters::<V, U, P>(elements, filters, outer, depth, units, panels);
             }
-            Form::Blocks(lines) => pack_blocks::<V, U, P>(lines, outer, depth, units, panels),
+            Form::Blocks(lines, Order::AlongDepth) => {
+                pack_blocks::<V, U, P>(lines, outer, depth, units, panels);
+            }
+            Form::Blocks(lines, Order::AcrossDepth) => {
+                pack_blocks_across::<V, U, P>(lines, outer, depth, units, panels);
+            }
         }));
     }
 }
@@ -235,6 +240,88 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
             }
             (start, unit) = (end, unit + part_units);
         }
+    }
+}
+
+/// Lines across the depth that are decoded at a time: a multiple of the elements of every packed block.
+const ACROSS_LINES: usize = 2 * SIDE;
+/// Elements of the part of a line that is decoded at a time: a strip of panels and the rest of its first and last block.
+const ACROSS_ELEMENTS: usize = 2 * CHUNK;
+/// Panels of a strip.
+const STRIP_PANELS: usize = 4;
+
+/// Packs lines of quantized blocks across the depth: the blocks of a few lines that hold the elements of a strip of panels are decoded,
+/// and packed as a stored matrix.
+///
+/// # Safety
+/// As [`pack`].
+#[inline(always)]
+unsafe fn pack_blocks_across<V: Lanes, U: Unit, P: PanelShape>(
+    lines: BlockLines<'_>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    const { assert!(P::WIDTH <= MOST_LINES && ACROSS_LINES.is_multiple_of(SIDE * U::ELEMENTS)) };
+    let block = lines.format.block_elements();
+    for (index, strip) in panels.chunks_mut(STRIP_PANELS * P::WIDTH * units).enumerate() {
+        let first = (outer.start + index * STRIP_PANELS * P::WIDTH).min(outer.end);
+        let own = first..outer.end.min(first + strip.len() / units);
+        let decoded_from = own.start / block * block;
+        let stride = own.end.next_multiple_of(block) - decoded_from;
+        let mut decoded = [U::Source::zeroed(); ACROSS_LINES * ACROSS_ELEMENTS];
+        let (mut start, mut unit) = (depth.start, 0);
+        while unit < units {
+            let end = depth.end.min(start + ACROSS_LINES);
+            // The last part of a panel has the padding.
+            let part_units = if end == depth.end { units - unit } else { ACROSS_LINES / U::ELEMENTS };
+            // SAFETY: the caller's promise.
+            unsafe { decode_part::<V, _>(&lines, start..end, decoded_from, stride, &mut decoded) };
+            let matrix = Matrix { elements: &decoded, stride };
+            for (index, panel) in strip.chunks_exact_mut(P::WIDTH * units).enumerate() {
+                let first = (own.start + index * P::WIDTH).min(own.end);
+                let outer = first - decoded_from..own.end.min(first + P::WIDTH) - decoded_from;
+                let part = &mut panel[unit * P::WIDTH..][..part_units * P::WIDTH];
+                // SAFETY: the caller's promise.
+                unsafe {
+                    pack_matrix::<V, U, P>(
+                        matrix,
+                        Order::AcrossDepth,
+                        outer,
+                        0..end - start,
+                        part_units,
+                        part,
+                    );
+                }
+            }
+            (start, unit) = (end, unit + part_units);
+        }
+    }
+}
+
+/// Decodes `len` elements of some lines from `start` on, whole blocks, to lines of `len`. A function of its own, as [`decode`] is.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(never)]
+unsafe fn decode_part<V: Lanes, T: Float>(
+    of: &BlockLines<'_>,
+    lines: Range<usize>,
+    start: usize,
+    len: usize,
+    values: &mut [T],
+) {
+    if len == 0 {
+        return;
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => {
+            for (line, values) in lines.zip(values.chunks_exact_mut(len)) {
+                decode_line::<Codec, T>(of.part(line, start..start + len), values);
+            }
+        })));
     }
 }
 

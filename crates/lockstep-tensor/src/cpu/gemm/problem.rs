@@ -5,7 +5,7 @@ use super::{
     operand::{Operand, Order},
     store::{Target, Window},
 };
-use crate::{BlockGemm, Gemm, GemmLayout, View, Write, cpu::simd::Float};
+use crate::{BlockGemm, BlockLayout, Gemm, GemmLayout, View, Write, cpu::simd::Float};
 
 /// A product whose operands are slices: `C [m, n] (+)= A [m, k] · B [k, n] (+ bias [n])`.
 #[derive(Clone, Copy)]
@@ -67,11 +67,20 @@ pub(super) fn problem<'a, T: Float, C: Float>((gemm, of_rows): (Gemm<'a>, usize)
 
 /// Checks the shapes of a product with quantized weights, and forms the slices.
 pub(super) fn block_problem<'a, T: Float, C: Float>(gemm: BlockGemm<'a>) -> Problem<'a, T, C> {
-    let BlockGemm { a, b, c, bias } = gemm;
-    let ((m, n), [rows, k]) = (c.shape().as_matrix(), b.shape());
+    let BlockGemm { layout, a, b, c, bias, write } = gemm;
+    let ((m, n), [rows, columns]) = (c.shape().as_matrix(), b.shape());
+    let (order, expected_n, k) = match layout {
+        GemmLayout::NT => (Order::AlongDepth, rows, columns),
+        GemmLayout::NN => (Order::AcrossDepth, columns, rows),
+        GemmLayout::TN => panic!("no TN product has quantized weights: b {b:?}"),
+    };
     assert!(
-        a.shape().as_matrix() == (m, k) && rows == n && bias.is_none_or(|bias| bias.elements() == n),
-        "the shapes of a product with quantized weights do not fit: a {a:?}, b {b:?}, c {c:?}, bias {bias:?}"
+        a.shape().as_matrix() == (m, k) && expected_n == n && bias.is_none_or(|bias| bias.elements() == n),
+        "the shapes of a {layout:?} product with quantized weights do not fit: a {a:?}, b {b:?}, c {c:?}, bias {bias:?}"
+    );
+    assert!(
+        layout == GemmLayout::NT || b.layout() == BlockLayout::Rows,
+        "no {layout:?} product has interleaved weights: b {b:?}"
     );
     // SAFETY: as in `problem`.
     let (a, lines, bias, c) = unsafe {
@@ -88,9 +97,9 @@ pub(super) fn block_problem<'a, T: Float, C: Float>(gemm: BlockGemm<'a>) -> Prob
         n,
         k,
         a: Operand::new(a, k, Order::AlongDepth),
-        b: Operand::blocks(lines),
+        b: Operand::blocks(lines, order),
         c: Target::Matrix(Window::new(c.as_mut_ptr(), n)),
         bias,
-        write: Write::Overwrite,
+        write,
     }
 }

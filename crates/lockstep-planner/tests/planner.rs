@@ -132,7 +132,7 @@ fn check_bounds_of_fine_tuning(quantize: &str) {
     ];
     let config = RunConfig::load_to_plan(None, None, &settings).unwrap_or_else(|error| panic!("{error}"));
     for memory_mib in [80 << 10, 2 << 10, 700] {
-        let mut cluster = Cluster::preset("dgx-a100").unwrap();
+        let mut cluster = Cluster::preset("dgx-a100").expect("a preset");
         cluster.nodes[0].devices = 4;
         cluster.nodes[0].device.memory_bytes = memory_mib << 20;
         let mut planner = Planner::new(config.clone(), cluster, Objective::Time).expect("a model");

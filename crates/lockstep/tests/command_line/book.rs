@@ -94,6 +94,9 @@ const RULES: &[Rule] = &[
     rule("", "", "--nnodes", How::Elsewhere("machines.rs, in network namespaces")),
     rule("", "", "--hostfile", How::Elsewhere("hosts.rs, over ssh where there is an sshd")),
     rule("", "lockstep doctor --trace", "", How::Elsewhere("nodes.rs kills a rank and reads what it leaves")),
+    rule("", "lockstep fetch ", "", How::Elsewhere("hub.rs, from a hub on loopback")),
+    rule("docs/inference.md", "HF_", "", How::Elsewhere("hub.rs, from a hub on loopback")),
+    rule("docs/inference.md", "lockstep ", "Qwen/", How::Elsewhere("hub.rs, from a hub on loopback")),
     rule("", "", "mine.csv", How::Elsewhere("lockstep-plan tests schedules of one's own")),
     rule("README.md", "lockstep generate --model exported --chat", "", How::Smaller(&["--prompt=Hello"])),
     rule(

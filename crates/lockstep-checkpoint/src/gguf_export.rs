@@ -21,7 +21,7 @@ use crate::{
         writer::{TensorSpec, Value, write},
     },
     pretrained::{ModelDirectory, TOKENIZER_FILE},
-    quantize::encode_blocks,
+    weight_quantization::encode_blocks,
 };
 
 /// Version of the block formats.

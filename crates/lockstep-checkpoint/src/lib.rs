@@ -66,6 +66,7 @@ mod shard;
 mod shard_file;
 mod stored_parameter;
 mod tensor_files;
+mod weight_quantization;
 
 pub mod gguf;
 pub mod hf;
@@ -91,7 +92,7 @@ pub use observer::{Abandoned, CommitObserver, CommitPoint, Wait};
 pub use offloaded_weights::OffloadedWeights;
 pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
-pub use quantize::{QuantizedModel, WeightQuantization, WeightType, encode_blocks, is_quantizable};
+pub use quantize::QuantizedModel;
 pub use quantized::{
     PackedParameter, Quantization, QuantizationError, QuantizationSummary, parse_quantization,
 };
@@ -99,3 +100,4 @@ pub use region::Region;
 pub use save::{SaveRequest, Staging, save, save_observed};
 pub use shard::{ByteSource, ShardReport, SliceBytes, TensorSlice, write_shard, write_shard_observed};
 pub use stored_parameter::{RowOrder, StoredParameter};
+pub use weight_quantization::{WeightQuantization, WeightType, encode_blocks, is_quantizable};

@@ -22,9 +22,9 @@ use crate::{
     gguf::{EmbeddedTokenizer, model::GgufModel},
     hf::HfCheckpoint,
     listing::list,
-    quantize::encode_blocks,
     quantized::{PackedParameter, QuantizationSummary, QuantizedFiles, quantization_in},
     tensor_files::{TensorFiles, gguf_file},
+    weight_quantization::encode_blocks,
 };
 
 pub(crate) const CONFIG_FILE: &str = "config.json";

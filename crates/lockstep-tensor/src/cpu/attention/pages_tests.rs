@@ -205,15 +205,21 @@ fn check<T: Float>(case: &Case, lengths: &[usize], level: CpuLevel, threads: usi
                     &arena,
                 )
             });
+            // One token's output is its value, which its own type holds exactly and a scaled code does not.
+            let rounding = match T::DTYPE {
+                DType::BF16 => 4e-3,
+                DType::F16 => 5e-4,
+                _ => 1e-5,
+            };
             // The computation in its own type adds to the error of the cache what it has without one.
             let own_error = distance(&expected.0, &exact.0);
             assert!(
-                distance(&found.out, &out) <= 1.5 * own_error + 1e-5,
+                distance(&found.out, &out) <= 1.5 * own_error + rounding,
                 "{what}: relative error {} of outputs from those of the rounded cache, {own_error} without one",
                 distance(&found.out, &out)
             );
             assert!(
-                distance(&found.statistics, &statistics) <= 1.5 * distance(&expected.1, &exact.1) + 1e-5,
+                distance(&found.statistics, &statistics) <= 1.5 * distance(&expected.1, &exact.1) + 1e-4,
                 "{what}: relative error {} of log-sum-exps",
                 distance(&found.statistics, &statistics)
             );

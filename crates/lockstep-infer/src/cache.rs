@@ -1,18 +1,18 @@
 //! The key-value cache: pages of 64 tokens, which sequences take from a common pool and give back when they end.
 
-use lockstep_plan::{DType, MemoryCategory};
+use lockstep_plan::{DType, KvCacheType, MemoryCategory};
 use lockstep_tensor::{Buffer, PAGE_TOKENS, PagedCache, Queue, TensorError, View};
 
 use crate::{InferError, LoadedModel};
 
 /// The pages of this rank's layers. Page `n` holds the same tokens of a sequence in every layer, on every rank.
 pub(crate) struct PagePool {
-    /// Keys and values of this rank's heads in each of its layers, `[pages, elements of a page]`.
+    /// Keys and values of this rank's heads in each of its layers, `[pages, bytes of a page]`.
     layers: Vec<[Buffer; 2]>,
     /// Index of the first of these layers in the model.
     first_layer: usize,
-    dtype: DType,
-    page_elements: [usize; 2],
+    stored: KvCacheType,
+    page_bytes: [usize; 2],
     pages: usize,
     /// Pages that no sequence has; the one freed last is taken first, because it may still be in a CPU cache.
     free: Vec<u32>,
@@ -22,21 +22,19 @@ pub(crate) struct PagePool {
 
 impl PagePool {
     pub(crate) fn new(model: &LoadedModel, pages: usize) -> Result<Self, TensorError> {
-        let dtype = model.dtype;
+        let stored = model.kv_cache;
         let [heads, head_dim] = model.key_value_heads();
-        let page_elements = model.queue.page_elements(dtype, heads, head_dim);
-        let buffer = |elements: usize| {
-            model.arena.allocate(pages * elements * dtype.size_bytes(), MemoryCategory::Activations)
-        };
+        let page_bytes = model.queue.page_bytes(model.dtype, stored, heads, head_dim);
+        let buffer = |bytes: usize| model.arena.allocate(pages * bytes, MemoryCategory::Activations);
         let layers = model
             .layers()
-            .map(|_| Ok([buffer(page_elements[0])?, buffer(page_elements[1])?]))
+            .map(|_| Ok([buffer(page_bytes[0])?, buffer(page_bytes[1])?]))
             .collect::<Result<_, TensorError>>()?;
         Ok(Self {
             layers,
             first_layer: model.layers().start,
-            dtype,
-            page_elements,
+            stored,
+            page_bytes,
             pages,
             free: (0..pages as u32).rev().collect(),
             owners: vec![0; pages],
@@ -96,8 +94,8 @@ impl PagePool {
         let mut pages = full.to_vec();
         if let Some((source, target)) = copy {
             for [keys, values] in &self.layers {
-                for (buffer, elements) in [keys, values].into_iter().zip(self.page_elements) {
-                    let view = buffer.view(self.dtype, 0, [self.pages, elements]);
+                for (buffer, bytes) in [keys, values].into_iter().zip(self.page_bytes) {
+                    let view = buffer.view(DType::U8, 0, [self.pages, bytes]);
                     let page = |page: u32| view.rows(page as usize..page as usize + 1);
                     queue.cast(page(source), page(target));
                 }
@@ -114,13 +112,13 @@ impl PagePool {
     pub(crate) fn layer<'a>(&'a self, layer: usize, batch: &BatchTables<'a>) -> PagedCache<'a> {
         let [keys, values] = [0, 1].map(|operand| {
             self.layers[layer - self.first_layer][operand].view(
-                self.dtype,
+                DType::U8,
                 0,
-                [self.pages, self.page_elements[operand]],
+                [self.pages, self.page_bytes[operand]],
             )
         });
         let BatchTables { row_starts, cached, pages } = *batch;
-        PagedCache { keys, values, row_starts, cached, pages }
+        PagedCache { stored: self.stored, keys, values, row_starts, cached, pages }
     }
 }
 

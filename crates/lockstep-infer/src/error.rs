@@ -7,6 +7,7 @@ use lockstep_comm::CommError;
 use lockstep_config::human;
 use lockstep_data::DataError;
 use lockstep_engine::EngineError;
+use lockstep_plan::DType;
 use lockstep_tensor::TensorError;
 
 /// An error in loading or running a model.
@@ -82,6 +83,20 @@ pub enum InferError {
     CacheFull {
         /// Tokens that the cache holds.
         tokens: usize,
+    },
+    /// A cache of the type that is asked for does not hold the keys and values of the model.
+    #[error(
+        "--kv-cache {asked}: the model computes in {dtype}, whose keys and values a cache of that type does not hold without waste \
+         or loss of range; allowed are auto, {}",
+        allowed.join(", ")
+    )]
+    KvCache {
+        /// Type of the cache.
+        asked: String,
+        /// Type of the computation.
+        dtype: DType,
+        /// Types that are allowed for it.
+        allowed: Vec<&'static str>,
     },
     /// The model's `generation_config.json` is invalid.
     #[error("{}: {problem}", path.display())]

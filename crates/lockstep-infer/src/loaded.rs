@@ -7,13 +7,13 @@ use lockstep_comm::Group;
 use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::{ContextPlace, DType, MemoryBytes, MemoryCategory, Places};
+use lockstep_plan::{ContextPlace, DType, KvCacheType, MemoryBytes, MemoryCategory, Places};
 use lockstep_tensor::{Arena, BlockActivations, DiskTraffic, Queue, Summation};
 
 use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
     placement_plan::CHUNK,
-    run_memory::{kv_layer_bytes, record},
+    run_memory::{kv_cache_type, kv_layer_bytes, record},
     weights::{ModelWeights, WeightForm},
 };
 
@@ -29,12 +29,14 @@ pub struct LoadOptions {
     pub activations: Option<BlockActivations>,
     /// Quantization of the matrices of linear layers that are stored as numbers; `None` leaves them.
     pub quantize: Option<WeightQuantization>,
+    /// Type of cached keys and values; `None` takes that of the activations.
+    pub kv_cache: Option<KvCacheType>,
 }
 
 impl LoadOptions {
     /// Returns the options of a model in the type of its files.
     pub fn new(threads: usize) -> Self {
-        Self { threads, dtype: None, activations: None, quantize: None }
+        Self { threads, dtype: None, activations: None, quantize: None, kv_cache: None }
     }
 
     /// Returns the options with weights and activations in type `dtype`.
@@ -47,8 +49,10 @@ impl LoadOptions {
 pub struct LoadedModel {
     pub(crate) config: ModelConfig,
     pub(crate) weights: ModelWeights,
-    /// Type of weights, activations and cached keys and values.
+    /// Type of weights and activations.
     pub(crate) dtype: DType,
+    /// Type of cached keys and values.
+    pub(crate) kv_cache: KvCacheType,
     pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
     /// The ranks that run the model.
@@ -91,6 +95,7 @@ impl LoadedModel {
             return Err(InferError::Plan { problems: vec![problem.to_owned()] });
         }
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
+        let kv_cache = kv_cache_type(options.kv_cache, dtype)?;
         // Collectives read what they reduce where it lies.
         let shared = |group: &Group| group.arena(&[MemoryCategory::Workspace]);
         let arena = ranks.group().map_or_else(Arena::new, shared);
@@ -110,7 +115,7 @@ impl LoadedModel {
             // Collectives on one machine use the compute threads rather than a core of their own.
             group.set_workers(queue.workers());
         }
-        Ok(Self::of(description, weights, (dtype, CHUNK), (arena, queue), ranks))
+        Ok(Self::of(description, weights, (dtype, kv_cache, CHUNK), (arena, queue), ranks))
     }
 
     /// Loads a model as a plan places it, on as many threads as the plan has: resident weights are read into memory, the others
@@ -120,23 +125,23 @@ impl LoadedModel {
     /// As for [`LoadedModel::open`], or if the offload directory cannot be written.
     pub fn load_placed(directory: &ModelDirectory, mut plan: InferencePlan) -> Result<Self, InferError> {
         plan.write_offloaded(directory)?;
-        let InferencePlan { parts, resident, buffers, chunk_tokens, threads, .. } = plan;
+        let InferencePlan { parts, resident, buffers, chunk_tokens, threads, kv_cache, .. } = plan;
         let (arena, dtype) = (Arena::new(), parts.dtype());
         let queue = queue(&arena, threads)?;
         let weights = ModelWeights::load_placed(directory, parts, (&resident, buffers), &arena, &*queue)?;
         let description = ModelDescription::of(directory)?;
-        Ok(Self::of(description, weights, (dtype, chunk_tokens), (arena, queue), Ranks::alone()))
+        Ok(Self::of(description, weights, (dtype, kv_cache, chunk_tokens), (arena, queue), Ranks::alone()))
     }
 
     fn of(
         description: ModelDescription,
         weights: ModelWeights,
-        (dtype, chunk_tokens): (DType, usize),
+        (dtype, kv_cache, chunk_tokens): (DType, KvCacheType, usize),
         (arena, queue): (Arena, Box<dyn Queue>),
         ranks: Ranks,
     ) -> Self {
         let config = description.config().clone();
-        Self { config, weights, dtype, arena, queue, ranks, chunk_tokens, description }
+        Self { config, weights, dtype, kv_cache, arena, queue, ranks, chunk_tokens, description }
     }
 
     /// Returns the ranks that run the model, as this one sees them.
@@ -162,13 +167,19 @@ impl LoadedModel {
     }
 
     /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
-    pub(crate) fn kv_cache_bytes(&self, context: usize) -> u64 {
-        self.layers().len() as u64 * kv_layer_bytes(self.dtype, self.key_value_heads(), context)
+    pub fn kv_cache_bytes(&self, context: usize) -> u64 {
+        self.layers().len() as u64
+            * kv_layer_bytes((self.dtype, self.kv_cache), self.key_value_heads(), context)
     }
 
     /// Returns the type of the weights and activations.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Returns the type of cached keys and values.
+    pub fn kv_cache(&self) -> KvCacheType {
+        self.kv_cache
     }
 
     /// Returns the number of compute threads.

@@ -10,7 +10,7 @@ use lockstep_checkpoint::{ModelDirectory, OffloadedWeights};
 use lockstep_config::human;
 use lockstep_engine::EngineError;
 use lockstep_model::{HeadOutput, ModelConfig};
-use lockstep_plan::{DType, ParameterId, ParameterRecord, Places};
+use lockstep_plan::{DType, KvCacheType, ParameterId, ParameterRecord, Places};
 use lockstep_tensor::{DiskIo, Workers, host::available_memory_bytes};
 
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
         Device, DeviceMap, Item, MemoryLimits, ModelParts, Module, Order, Placement, Role, WeightPlace,
         least_bytes, no_gpu, place, residences,
     },
-    run_memory::{RunMemory, Workload, record},
+    run_memory::{RunMemory, Workload, kv_cache_type, record},
     stream::WeightFiles,
     unit_layout::UnitLayout,
 };
@@ -62,6 +62,8 @@ pub struct PlanRequest {
     pub limits: MemoryLimits,
     /// Directory for weights that must be made before they can be read from disk.
     pub offload_dir: Option<PathBuf>,
+    /// Type of cached keys and values; `None` takes that of the activations.
+    pub kv_cache: Option<KvCacheType>,
     /// Work that memory is planned for.
     pub workload: Workload,
     /// Bytes of the process besides the model ([`proportional_bytes`](lockstep_tensor::host::proportional_bytes)), measured when everything else that stays in memory is
@@ -115,6 +117,8 @@ pub struct InferencePlan {
     pub(crate) resident: Vec<bool>,
     pub(crate) buffers: usize,
     pub(crate) threads: usize,
+    /// Type of cached keys and values.
+    pub kv_cache: KvCacheType,
     /// Tokens of a prompt that are computed at once.
     pub chunk_tokens: usize,
     /// The device of every module.
@@ -153,7 +157,8 @@ impl InferencePlan {
                 None => parts.assume_written(),
             }
         }
-        let question = Question { config: &config, request };
+        let kv_cache = kv_cache_type(request.kv_cache, dtype)?;
+        let question = Question { config: &config, request, kv_cache };
         let limit = request.limits.cpu.or_else(available_memory_bytes).unwrap_or(u64::MAX);
         let least = question.least(&parts);
         let (resident, buffers, chunk) = match &request.map {
@@ -168,7 +173,7 @@ impl InferencePlan {
         if memory.total() > limit {
             return Err(question.too_small(&parts, limit, memory.total()));
         }
-        let plan = Self::assemble(parts, resident, (buffers, chunk), memory);
+        let plan = Self::assemble(parts, resident, (buffers, chunk), (memory, kv_cache));
         if let Some(disk) = request.limits.disk.filter(|&disk| disk < plan.disk_bytes) {
             return Err(InferError::DiskLimit { limit_bytes: disk, needed_bytes: plan.disk_bytes });
         }
@@ -182,7 +187,7 @@ impl InferencePlan {
         parts: ModelParts,
         resident: Vec<bool>,
         (buffers, chunk_tokens): (usize, usize),
-        memory: PredictedMemory,
+        (memory, kv_cache): (PredictedMemory, KvCacheType),
     ) -> Self {
         let layouts = UnitLayout::of_units(&parts, &resident);
         let read_bytes = layouts.iter().map(|[_, streamed]| streamed.bytes as u64).sum();
@@ -202,6 +207,7 @@ impl InferencePlan {
             resident,
             buffers,
             threads,
+            kv_cache,
             chunk_tokens,
             map,
             modules,
@@ -263,11 +269,12 @@ impl InferencePlan {
 struct Question<'q> {
     config: &'q ModelConfig,
     request: &'q PlanRequest,
+    kv_cache: KvCacheType,
 }
 
 impl Question<'_> {
     fn run(&self, parts: &ModelParts, chunk: usize) -> RunMemory {
-        let run = RunMemory::of(self.config, parts.dtype(), self.request.workload, chunk);
+        let run = RunMemory::of(self.config, (parts.dtype(), self.kv_cache), self.request.workload, chunk);
         RunMemory { workspace: run.workspace + Workers::booked_bytes(self.request.threads) as u64, ..run }
     }
 

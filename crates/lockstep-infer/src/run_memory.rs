@@ -3,8 +3,10 @@
 use lockstep_engine::Runner;
 use lockstep_graph::{BlockShape, Mode, Program, RecomputeRules, Statistics};
 use lockstep_model::{Flops, HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{DType, Places, StageMemory, booked_bytes};
-use lockstep_tensor::{CpuLevel, PAGE_TOKENS, page_elements};
+use lockstep_plan::{DType, KvCacheType, Places, StageMemory, booked_bytes};
+use lockstep_tensor::{CpuLevel, PAGE_TOKENS, page_bytes};
+
+use crate::InferError;
 
 /// Work that memory is planned for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,11 +47,19 @@ pub(crate) struct RunMemory {
 
 impl RunMemory {
     /// Returns the memory of a workload, of which prompts are read in chunks of `chunk` tokens.
-    pub(crate) fn of(config: &ModelConfig, dtype: DType, workload: Workload, chunk: usize) -> Self {
+    pub(crate) fn of(
+        config: &ModelConfig,
+        (dtype, kv_cache): (DType, KvCacheType),
+        workload: Workload,
+        chunk: usize,
+    ) -> Self {
         match workload {
             Workload::Generation { sequences, context } => {
                 let generation = Self::of_generation(config, dtype, sequences, (chunk, context));
-                Self { kv_cache: sequences as u64 * kv_cache_bytes(config, dtype, context), ..generation }
+                Self {
+                    kv_cache: sequences as u64 * kv_cache_bytes(config, (dtype, kv_cache), context),
+                    ..generation
+                }
             }
             Workload::Evaluation { windows, seq_len } => {
                 let model = record(config, dtype, [windows, seq_len], HeadOutput::Losses, Places::default());
@@ -90,16 +100,34 @@ impl RunMemory {
 }
 
 /// Returns the bytes of the cached keys and values of one sequence of `context` tokens: whole pages.
-pub(crate) fn kv_cache_bytes(config: &ModelConfig, dtype: DType, context: usize) -> u64 {
+pub(crate) fn kv_cache_bytes(config: &ModelConfig, types: (DType, KvCacheType), context: usize) -> u64 {
     let layers = config.num_hidden_layers();
-    layers as u64 * kv_layer_bytes(dtype, [config.num_key_value_heads(), config.head_dim()], context)
+    layers as u64 * kv_layer_bytes(types, [config.num_key_value_heads(), config.head_dim()], context)
 }
 
-/// Returns the bytes of the cached keys and values of one sequence in one layer of `heads` heads of `head_dim` elements.
-pub(crate) fn kv_layer_bytes(dtype: DType, [heads, head_dim]: [usize; 2], context: usize) -> u64 {
-    let elements = page_elements(CpuLevel::detect(), dtype, heads, head_dim);
-    let page: usize = elements.iter().map(|elements| elements * dtype.size_bytes()).sum();
+/// Returns the bytes of the cached keys and values of one sequence in one layer of `heads` heads of `head_dim` elements, for a
+/// computation in one type and a cache of the other.
+pub(crate) fn kv_layer_bytes(
+    (dtype, kv_cache): (DType, KvCacheType),
+    [heads, head_dim]: [usize; 2],
+    context: usize,
+) -> u64 {
+    let page: usize = page_bytes(CpuLevel::detect(), dtype, kv_cache, heads, head_dim).iter().sum();
     (context.div_ceil(PAGE_TOKENS) * page) as u64
+}
+
+/// Returns the type of the cache of a model that computes in `dtype`: that which is asked for, else that of the computation.
+///
+/// # Errors
+/// If such a cache does not hold numbers of `dtype`.
+pub(crate) fn kv_cache_type(asked: Option<KvCacheType>, dtype: DType) -> Result<KvCacheType, InferError> {
+    let held = || KvCacheType::ALL.into_iter().filter(|stored| stored.holds(dtype));
+    let stored = asked.or(KvCacheType::of(dtype)).filter(|stored| stored.holds(dtype));
+    stored.ok_or_else(|| InferError::KvCache {
+        asked: asked.map_or(dtype.to_string(), |asked| asked.to_string()),
+        dtype,
+        allowed: held().map(KvCacheType::name).collect(),
+    })
 }
 
 /// Returns the bytes of a frame and of the workspace in which the embedding and the blocks of `blocks` and the head of `head` run.

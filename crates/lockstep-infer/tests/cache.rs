@@ -15,6 +15,7 @@ use lockstep_infer::{
     BeamOptions, Event, FinishReason, Generator, InferError, LoadOptions, LoadedModel, Request, Sampling,
     Scheduler, SchedulerOptions, beam_search,
 };
+use lockstep_plan::KvCacheType;
 use lockstep_tensor::PAGE_TOKENS;
 
 #[path = "cache/placed.rs"]
@@ -161,8 +162,34 @@ fn chunks_of_long_prompts_change_no_bit() {
             let whole = logits_of(&one, &ids, LONG);
             let chunks = [(&one, 1), (&one, 33), (&two, 64), (&two, LONG), (&two, 3)];
             assert_chunks_change_nothing(&whole, &ids, &chunks, family);
+            for (kv_cache, bound) in [(KvCacheType::Int8, 0.03), (KvCacheType::Fp8, 0.1)] {
+                let [one, two] = [1, 2].map(|threads| {
+                    let options = LoadOptions::new(threads).with_dtype(dtype);
+                    let options = LoadOptions { kv_cache: Some(kv_cache), ..options };
+                    LoadedModel::load(&directory, options).unwrap()
+                });
+                let narrow = logits_of(&one, &ids, LONG);
+                let chunks = [(&one, 1), (&two, 33), (&two, 64)];
+                assert_chunks_change_nothing(&narrow, &ids, &chunks, &format!("{family}, cache {kv_cache}"));
+                let error = relative_distance(&narrow, &whole);
+                assert!(error > 0.0 && error < bound, "{family} {dtype}, cache {kv_cache}: error {error}");
+            }
         }
     }
+}
+
+fn relative_distance(found: &[f32], expected: &[f32]) -> f32 {
+    let norm = |numbers: &mut dyn Iterator<Item = f32>| numbers.map(|x| x * x).sum::<f32>().sqrt();
+    norm(&mut found.iter().zip(expected).map(|(a, b)| a - b)) / norm(&mut expected.iter().copied())
+}
+
+#[test]
+fn a_cache_that_is_wider_than_the_computation_is_refused() {
+    let directory = ModelDirectory::open(&fixture("llama")).unwrap();
+    let options = LoadOptions::new(1).with_dtype(DType::BF16);
+    let options = LoadOptions { kv_cache: Some(KvCacheType::F32), ..options };
+    let Err(error) = LoadedModel::load(&directory, options) else { panic!("an f32 cache is accepted") };
+    assert!(error.to_string().contains("allowed are auto, bf16, int8, fp8"), "{error}");
 }
 
 #[test]

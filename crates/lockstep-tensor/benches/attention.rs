@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_plan::{DType, KvCacheType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
     Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, CopyKernels, CpuQueue, Dropout,
     PAGE_TOKENS, PagedCache, Queue, Tensor, TokenSpan, Write,
@@ -178,8 +178,15 @@ fn decode(c: &mut Criterion) {
     let arena = Arena::new();
     let queue = CpuQueue::new(2, &arena).expect("threads for a bench");
     let words = |words: &[u32]| Tensor::from_slice(&arena, [words.len()], words, CATEGORY).expect("memory");
-    for (dtype, heads, key_value_heads) in [(DType::F32, 16, 8), (DType::BF16, 16, 8), (DType::BF16, 32, 32)]
-    {
+    for (dtype, stored, heads, key_value_heads) in [
+        (DType::F32, KvCacheType::F32, 16, 8),
+        (DType::F32, KvCacheType::Int8, 16, 8),
+        (DType::BF16, KvCacheType::Bf16, 16, 8),
+        (DType::BF16, KvCacheType::Int8, 16, 8),
+        (DType::BF16, KvCacheType::Fp8, 16, 8),
+        (DType::BF16, KvCacheType::Bf16, 32, 32),
+        (DType::BF16, KvCacheType::Int8, 32, 32),
+    ] {
         let head_dim = 128;
         let geometry = Attention {
             sequences: 1,
@@ -195,17 +202,22 @@ fn decode(c: &mut Criterion) {
             dropout: None,
             variant: AttentionVariant::default(),
         };
-        let page_elements = queue.page_elements(dtype, key_value_heads, head_dim);
-        let [keys, values] =
-            page_elements.map(|elements| random(&arena, dtype, SEQUENCES * PAGES * elements, &queue));
+        let page_bytes = queue.page_bytes(dtype, stored, key_value_heads, head_dim);
+        // Any bytes are numbers: speed does not depend on them, unless they are subnormal.
+        let [keys, values] = page_bytes.map(|bytes| {
+            let bytes = vec![0x3e_u8; SEQUENCES * PAGES * bytes];
+            Tensor::from_slice(&arena, [bytes.len()], &bytes, CATEGORY).expect("memory")
+        });
         let q = random(&arena, dtype, heads * head_dim, &queue);
         let out = random(&arena, dtype, heads * head_dim, &queue);
         let statistics = random(&arena, DType::F32, heads, &queue);
         let (row_starts, cached) = (words(&[0, 1]), words(&[TOKENS as u32 - 1]));
         let tables: Vec<u32> = (0..(SEQUENCES * PAGES) as u32).collect();
         let tables: Vec<Tensor> = tables.chunks(PAGES).map(words).collect();
-        let bytes = PAGES * page_elements.iter().sum::<usize>() * dtype.size_bytes();
-        let name = format!("decode {dtype}, {TOKENS} keys, {heads}/{key_value_heads} heads of {head_dim}");
+        let bytes = PAGES * page_bytes.iter().sum::<usize>();
+        let name = format!(
+            "decode {dtype}, cache {stored}, {TOKENS} keys, {heads}/{key_value_heads} heads of {head_dim}"
+        );
         let mut group = c.benchmark_group(name);
         group.throughput(Throughput::Bytes(bytes as u64));
         let mut turn = 0;
@@ -213,6 +225,7 @@ fn decode(c: &mut Criterion) {
             b.iter(|| {
                 turn = (turn + 1) % SEQUENCES;
                 let cache = PagedCache {
+                    stored,
                     keys: keys.view(),
                     values: values.view(),
                     row_starts: row_starts.view(),

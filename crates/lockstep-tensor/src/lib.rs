@@ -34,7 +34,7 @@ mod view;
 
 pub use arena::{Arena, Device};
 pub use buffer::{Buffer, Loan};
-pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops, page_elements};
+pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops, page_bytes};
 
 pub use disk::{
     Action, DiskBackend, DiskError, DiskIo, DiskQueue, DiskTraffic, ScratchFile, StoredFile, Ticket, Transfer,

@@ -1,6 +1,6 @@
 //! Queues: kernels run in the order in which they are called.
 
-use lockstep_plan::DType;
+use lockstep_plan::{DType, KvCacheType};
 
 use crate::{BlockActivations, CpuLevel, Event, F32Products, Kernels, Summation, Workers};
 
@@ -32,8 +32,15 @@ pub trait Queue: Kernels {
     /// Sets the type of the activations in products with quantized weights.
     fn set_block_activations(&mut self, activations: BlockActivations);
 
-    /// Returns the elements of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens.
-    fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2];
+    /// Returns the bytes of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens, for a
+    /// computation in `dtype` and a cache of type `stored`.
+    fn page_bytes(
+        &self,
+        dtype: DType,
+        stored: KvCacheType,
+        key_value_heads: usize,
+        head_dim: usize,
+    ) -> [usize; 2];
 
     /// Returns the number of compute threads of the host.
     fn threads(&self) -> usize {

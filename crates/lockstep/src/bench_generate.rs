@@ -12,7 +12,7 @@ use lockstep_tensor::host::{peak_resident_bytes, proportional_bytes};
 use serde_json::json;
 
 use crate::exit::Failure;
-use crate::infer::ModelArguments;
+use crate::infer::{KvCacheArguments, ModelArguments};
 use crate::output::say;
 use crate::placement::{Placed, PlacedModel};
 
@@ -20,6 +20,8 @@ use crate::placement::{Placed, PlacedModel};
 pub(crate) struct Arguments {
     #[command(flatten)]
     model: ModelArguments,
+    #[command(flatten)]
+    kv_cache: KvCacheArguments,
     /// Tokens of the prompt
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one())]
     prompt_tokens: u64,
@@ -43,6 +45,7 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let mut found = arguments.model.find()?;
+    found.options.kv_cache = arguments.kv_cache.kv_cache.kv_cache();
     let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
         ControlFlow::Continue(ranks) => ranks,
         ControlFlow::Break(code) => return Ok(code),
@@ -61,7 +64,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let Run { prefill_ms, decode_ms, read_gb_per_s } =
         runs.try_fold(first, |best, run| run.map(|run| best.fastest(&run)))?;
     let memory = (proportional_bytes(), placed.as_ref().map(|placed| placed.predicted_bytes));
-    let (dtype, threads) = (model.dtype(), model.threads());
+    let (dtype, kv_cache, threads) = (model.dtype(), model.kv_cache(), model.threads());
+    let kv_cache_bytes = arguments.sequences * model.kv_cache_bytes(context);
     let [in_place, converted] = weight_bytes_of_all(&model)?;
     let peak = peak_resident_bytes();
     // Under a limit there is no room for the model and the buffers of another measurement.
@@ -79,7 +83,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         say!(
             "{}",
             json!({
-                "dtype": dtype.to_string(), "ranks": world_size, "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
+                "dtype": dtype.to_string(), "kv_cache": kv_cache.to_string(), "kv_cache_bytes": kv_cache_bytes, "ranks": world_size, "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
                 "prefill_ms": prefill_ms, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode,
                 "weights_in_place_bytes": in_place, "weights_converted_bytes": converted,
                 "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak, "pss_bytes": memory.0,
@@ -90,7 +94,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
     let bytes = |bytes: usize| human::bytes(bytes as u64);
     let of_ranks = if world_size > 1 { format!("{world_size} ranks of ") } else { String::new() };
-    say!("{} {dtype}, {of_ranks}{}", arguments.model.model, human::plural(threads, "thread"));
+    say!(
+        "{} {dtype}, cache {kv_cache}, {of_ranks}{}",
+        arguments.model.model,
+        human::plural(threads, "thread")
+    );
     match placed {
         Some(Placed { weights, .. }) => {
             let [resident, on_disk] = weights.map(human::bytes);
@@ -101,6 +109,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             say!("weights: {in_place} in place, {converted} converted; opened in {load_ms:.0} ms");
         }
     }
+    say!("keys and values of {context} tokens: {}", human::bytes(kv_cache_bytes));
     say!("prompt of {}: {prefill:.1} tokens/s ({first_ms:.0} ms at first)", arguments.prompt_tokens);
     say!("then {}: {decode:.2} tokens/s, {weights_gb_per_s:.1} GB/s of weights", arguments.new_tokens);
     if let Some(alone) = alone_gb_per_s {

@@ -14,6 +14,7 @@ use lockstep_data::{
 };
 use lockstep_engine::Ranks;
 use lockstep_infer::{EVALUATED_WINDOWS, LoadOptions, PlannedWork, Workload, evaluate};
+use lockstep_plan::KvCacheType;
 use lockstep_tensor::BlockActivations;
 use serde_json::json;
 
@@ -69,6 +70,37 @@ enum ActivationChoice {
     Float,
 }
 
+/// The type of cached keys and values, for commands that have a cache.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct KvCacheArguments {
+    /// Type of cached keys and values; auto takes that of the activations, int8 and fp8 have a scale for each token and head
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
+    pub(crate) kv_cache: KvCacheChoice,
+}
+
+/// Values of `--kv-cache`.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum KvCacheChoice {
+    Auto,
+    F32,
+    Bf16,
+    Int8,
+    Fp8,
+}
+
+impl KvCacheChoice {
+    /// Returns the type; `None` for that of the activations.
+    pub(crate) fn kv_cache(self) -> Option<KvCacheType> {
+        match self {
+            Self::Auto => None,
+            Self::F32 => Some(KvCacheType::F32),
+            Self::Bf16 => Some(KvCacheType::Bf16),
+            Self::Int8 => Some(KvCacheType::Int8),
+            Self::Fp8 => Some(KvCacheType::Fp8),
+        }
+    }
+}
+
 impl ModelArguments {
     /// Finds the model by any of its names, with the adapter if one is given.
     pub(crate) fn find(&self) -> Result<FoundModel, Failure> {
@@ -79,7 +111,8 @@ impl ModelArguments {
         };
         let quantize = self.quantize.map(QuantizedType::quantization);
         let threads = threads(self.threads)?;
-        let options = LoadOptions { threads, dtype: self.dtype.dtype(), activations, quantize };
+        let options =
+            LoadOptions { threads, dtype: self.dtype.dtype(), activations, quantize, kv_cache: None };
         FoundModel::new(&self.model, self.adapter.as_deref(), options, &self.placement)
     }
 

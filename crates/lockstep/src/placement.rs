@@ -10,6 +10,7 @@ use lockstep_infer::{
     DeviceMap, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice, MemoryLimits,
     ModelDescription, PlanRequest, Workload,
 };
+use lockstep_plan::KvCacheType;
 use lockstep_tensor::host::proportional_bytes;
 use serde_json::{Value, json};
 
@@ -39,7 +40,11 @@ impl PlacementArguments {
     }
 
     /// Returns the question that these arguments ask. The process's own memory is measured now.
-    pub(crate) fn request(&self, workload: Workload, threads: usize) -> Result<PlanRequest, Failure> {
+    pub(crate) fn request(
+        &self,
+        workload: Workload,
+        (threads, kv_cache): (usize, Option<KvCacheType>),
+    ) -> Result<PlanRequest, Failure> {
         let map = match self.device_map.as_deref() {
             None | Some("auto" | "balanced") => MapChoice::Balanced,
             Some("sequential") => MapChoice::Sequential,
@@ -47,7 +52,8 @@ impl PlacementArguments {
         };
         let limits = self.max_memory.clone().unwrap_or_default();
         let offload_dir = self.offload_dir.clone();
-        Ok(PlanRequest { map, limits, offload_dir, workload, process_bytes: proportional_bytes(), threads })
+        let process_bytes = proportional_bytes();
+        Ok(PlanRequest { map, limits, offload_dir, kv_cache, workload, process_bytes, threads })
     }
 }
 
@@ -96,7 +102,7 @@ impl FoundModel {
         if !self.placement.is_given() {
             return Ok(None);
         }
-        let request = self.placement.request(workload, self.options.threads)?;
+        let request = self.placement.request(workload, (self.options.threads, self.options.kv_cache))?;
         Ok(Some(InferencePlan::new(&self.directory, self.dtype(), &request)?))
     }
 
@@ -188,7 +194,11 @@ pub(crate) fn table(plan: &InferencePlan) -> Vec<String> {
 
 fn memory_line(plan: &InferencePlan) -> String {
     let parts = plan.memory.by_name().into_iter().filter(|(_, bytes)| *bytes > 0);
-    let parts: Vec<String> = parts.map(|(name, bytes)| format!("{name} {}", human::bytes(bytes))).collect();
+    let shown = |(name, bytes)| match name {
+        "KV cache" => format!("{name} ({}) {}", plan.kv_cache, human::bytes(bytes)),
+        _ => format!("{name} {}", human::bytes(bytes)),
+    };
+    let parts: Vec<String> = parts.map(shown).collect();
     let (total, limit) = (human::bytes(plan.memory.total()), human::bytes(plan.limit_bytes));
     format!("memory {total} of {limit}: {}", parts.join(", "))
 }

@@ -21,6 +21,7 @@ fn request(map: &str, offload_dir: &Path) -> PlanRequest {
         map: MapChoice::Given { map: DeviceMap::parse(map).unwrap(), origin: "map.json".to_owned() },
         limits: MemoryLimits::default(),
         offload_dir: Some(offload_dir.to_owned()),
+        kv_cache: None,
         workload: Workload::Generation { sequences: 1, context: SEQ_LEN },
         process_bytes: 20 << 20,
         threads: 2,
@@ -97,7 +98,15 @@ fn write_model(dir: &Path) -> ModelDirectory {
 fn limited(map: MapChoice, limit: u64) -> PlanRequest {
     let limits = MemoryLimits { cpu: Some(limit), ..MemoryLimits::default() };
     let workload = Workload::Generation { sequences: 1, context: 600 };
-    PlanRequest { map, limits, offload_dir: None, workload, process_bytes: 20 << 20, threads: 2 }
+    PlanRequest {
+        map,
+        limits,
+        offload_dir: None,
+        kv_cache: None,
+        workload,
+        process_bytes: 20 << 20,
+        threads: 2,
+    }
 }
 
 #[test]

@@ -40,7 +40,7 @@ mod testing;
 mod tests;
 mod vision;
 
-pub use attention::page_elements;
+pub use attention::page_bytes;
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak, measure_peak_within};
 pub use level::{CpuLevel, F32Products};

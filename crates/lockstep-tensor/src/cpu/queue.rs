@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use lockstep_plan::DType;
+use lockstep_plan::{DType, KvCacheType};
 
 use super::{
-    attention::page_elements,
+    attention::page_bytes,
     gemm::Scratch,
     pool::{Pool, Workers},
 };
@@ -94,8 +94,14 @@ impl Queue for CpuQueue {
         self.block_activations = activations;
     }
 
-    fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
-        page_elements(self.level, dtype, key_value_heads, head_dim)
+    fn page_bytes(
+        &self,
+        dtype: DType,
+        stored: KvCacheType,
+        key_value_heads: usize,
+        head_dim: usize,
+    ) -> [usize; 2] {
+        page_bytes(self.level, dtype, stored, key_value_heads, head_dim)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lockstep_plan::{DType, QuantizedType, exact::ExactSum};
+use lockstep_plan::{DType, KvCacheType, QuantizedType, exact::ExactSum};
 
 use super::{
     Delayed, Fault,
@@ -116,8 +116,14 @@ impl Queue for DelayedQueue {
         Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_block_activations(activations);
     }
 
-    fn page_elements(&self, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
-        self.cpu.page_elements(dtype, key_value_heads, head_dim)
+    fn page_bytes(
+        &self,
+        dtype: DType,
+        stored: KvCacheType,
+        key_value_heads: usize,
+        head_dim: usize,
+    ) -> [usize; 2] {
+        self.cpu.page_bytes(dtype, stored, key_value_heads, head_dim)
     }
 }
 

@@ -1,6 +1,8 @@
 //! Kernels of attention in blocks: causal or bidirectional, forward with log-sum-exp and backward; and attention to a key-value
 //! cache in pages.
 
+use lockstep_plan::KvCacheType;
+
 use crate::{AttentionVariant, Dropout, View, Write};
 
 /// The tokens of each sequence that take part in an attention call: `len` of the `stored` ones, from `first` on.
@@ -64,12 +66,14 @@ pub struct Attention<'a> {
 pub const PAGE_TOKENS: usize = 64;
 
 /// A batch of sequences with the pages of their key-value caches, for one layer (Kwon et al., PagedAttention, 2023). The queue
-/// determines the order of the elements in a page ([`Queue::page_elements`](crate::Queue::page_elements)).
+/// determines the order of the elements in a page and their bytes ([`Queue::page_bytes`](crate::Queue::page_bytes)).
 #[derive(Debug, Clone, Copy)]
 pub struct PagedCache<'a> {
-    /// Pages of keys, `[pages, elements of a page]`.
+    /// Type in which keys and values are stored.
+    pub stored: KvCacheType,
+    /// Pages of keys, u8 `[pages, bytes of a page]`.
     pub keys: View<'a>,
-    /// Pages of values, `[pages, elements of a page]`.
+    /// Pages of values, u8 `[pages, bytes of a page]`.
     pub values: View<'a>,
     /// First row of each sequence in the batch, then the end of the last one, u32 `[sequences + 1]`.
     pub row_starts: View<'a>,
@@ -154,15 +158,16 @@ pub trait AttentionKernels {
         dsinks: View<'_>,
     );
 
-    /// Writes the keys and values of new tokens, `[rows, key_value_heads, head_dim]`, to the pages of their sequences. A page is
-    /// overwritten as a whole when its first token is written.
+    /// Writes the keys and values of new tokens, `[rows, key_value_heads, head_dim]`, to the pages of their sequences, in the
+    /// type of the cache. A page is overwritten as a whole when its first token is written.
     ///
     /// # Panics
-    /// If a sequence has not enough pages, or the pages have another size.
+    /// If a sequence has not enough pages, the pages have another size, or the cache holds no numbers of this type
+    /// ([`KvCacheType::holds`]).
     fn append_to_cache(&self, cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: View<'_>);
 
     /// Computes the attention of the rows of a batch, `[rows, heads, head_dim]`, to all tokens of their own sequence up to
-    /// themselves, which are in the cache. Of `attention` the heads, scale, window and variant count; its spans of tokens are
+    /// themselves, which are in the cache and are read as they are stored. Of `attention` the heads, scale, window and variant count; its spans of tokens are
     /// those of the batch. A row's result has the same bits in any batch.
     ///
     /// # Panics

@@ -25,7 +25,7 @@ use self::{
     writer::{Job, Length, Writer},
 };
 use crate::exit::Failure;
-use crate::infer::ModelArguments;
+use crate::infer::{KvCacheArguments, ModelArguments};
 use crate::output::{note, piece, say, warning};
 use crate::placement::{FoundModel, PlacedModel};
 
@@ -33,6 +33,8 @@ use crate::placement::{FoundModel, PlacedModel};
 pub(crate) struct Arguments {
     #[command(flatten)]
     model: ModelArguments,
+    #[command(flatten)]
+    kv_cache: KvCacheArguments,
     /// The text to continue, or with --chat the question to answer; - or nothing reads standard input
     #[arg(long, allow_hyphen_values = true)]
     prompt: Option<String>,
@@ -88,6 +90,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         ));
     }
     let mut found = arguments.model.find()?;
+    found.options.kv_cache = arguments.kv_cache.kv_cache.kv_cache();
     let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
     let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
         ControlFlow::Continue(ranks) => ranks,

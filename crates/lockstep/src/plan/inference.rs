@@ -8,7 +8,7 @@ use lockstep_planner::machine::LocalMachine;
 use serde_json::{Map, Value, json};
 
 use crate::exit::Failure;
-use crate::infer::{DtypeChoice, threads};
+use crate::infer::{DtypeChoice, KvCacheChoice, threads};
 use crate::output::{note, say};
 use crate::placement::{FoundModel, PlacementArguments, modules_json, table};
 
@@ -35,6 +35,9 @@ pub(crate) struct InferenceArguments {
     /// With --inference: type of weights and activations
     #[arg(long, value_name = "TYPE", requires = "inference", default_value = "auto", value_enum)]
     dtype: DtypeChoice,
+    /// With --inference: type of cached keys and values; auto takes that of the activations
+    #[arg(long, value_name = "TYPE", requires = "inference", default_value = "auto", value_enum)]
+    kv_cache: KvCacheChoice,
     /// With --inference: compute threads [default: all cores]
     #[arg(long, requires = "inference")]
     threads: Option<usize>,
@@ -62,7 +65,8 @@ impl InferenceArguments {
 
     pub(super) fn run(&self, model: &str, as_json: bool) -> Result<(), Failure> {
         let threads = threads(self.threads)?;
-        let options = LoadOptions { dtype: self.dtype.dtype(), ..LoadOptions::new(threads) };
+        let (dtype, kv_cache) = (self.dtype.dtype(), self.kv_cache.kv_cache());
+        let options = LoadOptions { dtype, kv_cache, ..LoadOptions::new(threads) };
         let found = &FoundModel::new(model, None, options, &self.placement)?;
         let longest = found.description.config().max_position_embeddings();
         let context = self.context.map_or(CONTEXT.min(longest), |tokens| tokens as usize);
@@ -100,7 +104,7 @@ struct Fitting {
 
 impl Question<'_> {
     fn plan(&self, workload: Workload) -> Result<InferencePlan, Failure> {
-        let request = self.placement.request(workload, self.threads)?;
+        let request = self.placement.request(workload, (self.threads, self.found.options.kv_cache))?;
         Ok(InferencePlan::new(&self.found.directory, self.found.dtype(), &request)?)
     }
 
@@ -158,7 +162,7 @@ fn document(plan: &InferencePlan, estimate: &Estimate, rates: Rates, fitting: &F
         .map(|&(name, bytes)| (name.to_lowercase().replace(' ', "_"), json!(bytes)))
         .collect();
     json!({
-        "dtype": plan.dtype().to_string(), "limit_bytes": plan.limit_bytes, "memory": memory, "total_bytes": plan.memory.total(),
+        "dtype": plan.dtype().to_string(), "kv_cache_type": plan.kv_cache.to_string(), "limit_bytes": plan.limit_bytes, "memory": memory, "total_bytes": plan.memory.total(),
         "least_bytes": plan.least_bytes, "all_resident_bytes": fitting.all_resident_bytes,
         "longest_context": fitting.longest_context, "largest_batch": fitting.largest_batch,
         "hf_device_map": plan.map.to_json(), "modules": modules_json(plan), "model_bytes": plan.model_bytes(),

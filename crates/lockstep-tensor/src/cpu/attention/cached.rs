@@ -3,16 +3,23 @@
 
 use std::ops::Range;
 
+use half::bf16;
+use lockstep_plan::{DType, KvCacheType};
+
 use super::{
     geometry::Geometry,
     lanes::{BLOCK, Lanes, padded},
-    page_layout::page_layout,
-    pages::{PageLayout, Pages},
+    page_codes::encode,
+    page_layout::page_format,
+    pages::{PageFormat, PageLayout, PageTable, Pages},
     worker::Worker,
 };
 use crate::{
     Attention, CpuLevel, PagedCache, TokenSpan,
-    cpu::{operands::Operand, simd::Float},
+    cpu::{
+        operands::Operand,
+        simd::{Float, inlined},
+    },
 };
 
 /// The sequences of a batch.
@@ -20,7 +27,7 @@ pub(super) struct Sequences<'a> {
     row_starts: &'a [u32],
     cached: &'a [u32],
     pages: &'a [u32],
-    layout: PageLayout,
+    format: PageFormat,
     key_value_heads: usize,
 }
 
@@ -31,24 +38,24 @@ pub(super) struct NewTokens<'a> {
     pub(super) rows: Range<usize>,
     /// Tokens that were cached before.
     pub(super) cached: usize,
-    pub(super) pages: Pages<'a>,
+    pub(super) table: PageTable<'a>,
 }
 
 impl<'a> Sequences<'a> {
     /// # Panics
-    /// If the sizes of the operands do not fit each other or the layout, or a sequence has not enough pages.
+    /// If the sizes of the operands do not fit each other or the format, a sequence has not enough pages, or the cache holds no
+    /// numbers of `dtype`.
     pub(super) fn new(
-        level: CpuLevel,
+        (level, dtype): (CpuLevel, DType),
         cache: &PagedCache<'a>,
         [key_value_heads, head_dim]: [usize; 2],
         rows: usize,
     ) -> Self {
-        let layout = page_layout(level, cache.keys.dtype(), head_dim);
-        for (view, elements) in [cache.keys, cache.values].into_iter().zip(layout.head_elements()) {
+        let format = page_format(level, dtype, cache.stored, head_dim);
+        for (view, bytes) in [cache.keys, cache.values].into_iter().zip(format.head_bytes()) {
             assert!(
-                view.dtype() == cache.keys.dtype()
-                    && view.elements().is_multiple_of(key_value_heads * elements),
-                "a cache of pages of {key_value_heads} times {elements} elements is {view:?}"
+                view.dtype() == DType::U8 && view.elements().is_multiple_of(key_value_heads * bytes),
+                "a cache of pages of {key_value_heads} times {bytes} bytes is {view:?}"
             );
         }
         // SAFETY: the callers check that no output overlaps these operands.
@@ -64,21 +71,21 @@ impl<'a> Sequences<'a> {
             row_starts.len(),
             pages.len()
         );
-        let new = Self { row_starts, cached, pages, layout, key_value_heads };
-        let held = [cache.keys, cache.values].into_iter().zip(layout.head_elements());
-        let available = held.map(|(view, elements)| view.elements() / (key_value_heads * elements)).min();
+        let new = Self { row_starts, cached, pages, format, key_value_heads };
+        let held = [cache.keys, cache.values].into_iter().zip(format.head_bytes());
+        let available = held.map(|(view, bytes)| view.elements() / (key_value_heads * bytes)).min();
         let available = available.unwrap_or(0);
         for sequence in 0..sequences {
-            let NewTokens { rows, cached, pages } = new.get(sequence);
+            let NewTokens { rows, cached, table } = new.get(sequence);
             let needed = (cached + rows.len()).div_ceil(BLOCK);
             assert!(
-                pages
-                    .table
+                table
+                    .entries
                     .get(..needed)
                     .is_some_and(|pages| { pages.iter().all(|&page| (page as usize) < available) }),
                 "sequence {sequence} of {cached} and {} tokens has pages {:?} of {available}",
                 rows.len(),
-                pages.table
+                table.entries
             );
         }
         new
@@ -93,25 +100,28 @@ impl<'a> Sequences<'a> {
         NewTokens {
             rows: self.row_starts[sequence] as usize..self.row_starts[sequence + 1] as usize,
             cached: self.cached[sequence] as usize,
-            pages: Pages {
-                table: &self.pages[sequence * most..(sequence + 1) * most],
-                layout: self.layout,
+            table: PageTable {
+                entries: &self.pages[sequence * most..(sequence + 1) * most],
+                format: self.format,
                 key_value_heads: self.key_value_heads,
             },
         }
     }
 
-    /// Returns the geometry of each sequence with new tokens.
+    /// Returns the geometry of each sequence with new tokens, and its pages among those of `bytes`.
     pub(super) fn geometries(
         &self,
         attention: &Attention<'a>,
         rows: usize,
-    ) -> impl Iterator<Item = Geometry<'a>> {
+        bytes: [&'a [u8]; 2],
+    ) -> impl Iterator<Item = (Geometry<'a>, Pages<'a>)> {
         (0..self.len()).map(|sequence| self.get(sequence)).filter(|new| !new.rows.is_empty()).map(
-            move |NewTokens { rows: own, cached, pages }| {
+            move |NewTokens { rows: own, cached, table }| {
                 let queries = TokenSpan { stored: rows, first: own.start, len: own.len(), position: cached };
                 let keys = TokenSpan::whole(cached + own.len());
-                Geometry::new(&Attention { sequences: 1, queries, keys, ..*attention }).paged(pages)
+                let geometry = Geometry::new(&Attention { sequences: 1, queries, keys, ..*attention });
+                let pages = Pages { table, bytes };
+                (geometry.paged(pages), pages)
             },
         )
     }
@@ -124,7 +134,7 @@ pub(super) struct Append<'a, T> {
     /// New keys and values, `[rows, key_value_heads, head_dim]`.
     pub(super) new: [&'a [T]; 2],
     /// Pages of keys and of values.
-    pub(super) caches: [Operand<'a, T>; 2],
+    pub(super) caches: [Operand<'a, u8>; 2],
 }
 
 impl<T: Float> Worker for Append<'_, T> {
@@ -133,75 +143,87 @@ impl<T: Float> Worker for Append<'_, T> {
     }
 
     fn scratch_elements(&self) -> usize {
-        0
+        // A vector, and its codes.
+        2 * padded(self.head_dim)
     }
 
-    fn run<V: Lanes>(&self, task: usize, _: &mut [f32]) {
+    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
         let heads = self.sequences.key_value_heads;
         let (new, key_head) = (self.sequences.get(task / heads), task % heads);
-        let NewTokens { rows, cached, pages } = new;
+        let NewTokens { rows, cached, table } = new;
+        let format = table.format;
         let (mut row, mut token) = (rows.start, cached);
         while row < rows.end {
             let slot = token % BLOCK;
             let len = (BLOCK - slot).min(rows.end - row);
             for operand in [0, 1] {
-                let start = pages.start(operand, key_head, token / BLOCK);
-                let elements = pages.layout.head_elements()[operand];
+                let start = table.start(operand, key_head, token / BLOCK);
+                let bytes = format.head_bytes()[operand];
                 // SAFETY: sequences have pages of their own, and a task has a key head of its own.
-                let part = unsafe { self.caches[operand].write(start..start + elements) };
+                let part = unsafe { self.caches[operand].write(start..start + bytes) };
                 if slot == 0 {
-                    part.fill(T::store(0.0));
+                    part.fill(0);
                 }
-                let vector = |index: usize| {
+                let (elements, scales) = part.split_at_mut(format.element_bytes()[operand]);
+                for index in 0..len {
                     let first = ((row + index) * heads + key_head) * self.head_dim;
-                    &self.new[operand][first..first + self.head_dim]
-                };
-                write(pages.layout, operand, part, slot, len, vector);
+                    let vector = &self.new[operand][first..first + self.head_dim];
+                    store::<V, T>(format, operand, slot + index, vector, (elements, scales), scratch);
+                }
             }
             (row, token) = (row + len, token + len);
         }
     }
 }
 
-/// Writes `len` vectors to a key head's part of a page, from token `slot` of the page on.
-fn write<'v, T: Float>(
-    layout: PageLayout,
+/// Writes a vector to a token's place in a key head's elements and scales, in the type of the cache.
+fn store<V: Lanes, T: Float>(
+    format: PageFormat,
     operand: usize,
-    part: &mut [T],
     slot: usize,
-    len: usize,
-    vector: impl Fn(usize) -> &'v [T],
+    vector: &[T],
+    (elements, scales): (&mut [u8], &mut [u8]),
+    scratch: &mut [f32],
 ) {
+    if !format.is_encoded {
+        return write::<T>(format.layout, operand, slot, vector, bytemuck::cast_slice_mut(elements));
+    }
+    let (numbers, codes) = scratch.split_at_mut(scratch.len() / 2);
+    let numbers = &mut numbers[..vector.len()];
+    V::LEVEL.run(inlined!(|| {
+        for (number, x) in numbers.iter_mut().zip(vector) {
+            *number = x.load();
+        }
+    }));
+    if format.stored == KvCacheType::Bf16 {
+        let narrow = &mut bytemuck::cast_slice_mut::<f32, bf16>(codes)[..vector.len()];
+        V::LEVEL.run_with_isa(inlined!(|isa| bf16::store_all(isa, numbers, narrow)));
+        return write(format.layout, operand, slot, narrow, bytemuck::cast_slice_mut(elements));
+    }
+    let codes = &mut bytemuck::cast_slice_mut::<f32, u8>(codes)[..vector.len()];
+    let scale = encode::<V>(format.stored, numbers, codes);
+    bytemuck::cast_slice_mut::<u8, f32>(scales)[slot] = scale;
+    write(format.layout, operand, slot, codes, elements);
+}
+
+/// Writes the elements of a vector to the place of token `slot` in a key head's part of a page.
+#[inline]
+fn write<T: Copy>(layout: PageLayout, operand: usize, slot: usize, vector: &[T], part: &mut [T]) {
     const KEYS: usize = 0;
     match layout {
-        PageLayout::Rows { head_dim } => {
-            for (index, row) in part.chunks_exact_mut(head_dim).skip(slot).take(len).enumerate() {
-                row.copy_from_slice(vector(index));
-            }
-        }
+        PageLayout::Rows { head_dim } => part[slot * head_dim..][..head_dim].copy_from_slice(vector),
         PageLayout::Transposed { .. } if operand == KEYS => {
-            for index in 0..len {
-                for (column, &value) in part.chunks_exact_mut(BLOCK).zip(vector(index)) {
-                    column[slot + index] = value;
-                }
+            for (column, &value) in part.chunks_exact_mut(BLOCK).zip(vector) {
+                column[slot] = value;
             }
         }
         PageLayout::Transposed { head_dim } => {
-            let rows = part.chunks_exact_mut(padded(head_dim)).skip(slot);
-            for (index, row) in rows.take(len).enumerate() {
-                row[..head_dim].copy_from_slice(vector(index));
-            }
+            part[slot * padded(head_dim)..][..head_dim].copy_from_slice(vector);
         }
         PageLayout::Panels(layout) if operand == KEYS => {
-            for index in 0..len {
-                layout.write_column(layout.head_units, slot + index, vector(index), part);
-            }
+            layout.write_column(layout.head_units, slot, vector, part);
         }
-        PageLayout::Panels(layout) => {
-            for index in 0..len {
-                layout.write_across(BLOCK / 2, slot + index, vector(index), part);
-            }
-        }
+        PageLayout::Panels(layout) => layout.write_across(BLOCK / 2, slot, vector, part),
     }
 }
 

@@ -134,7 +134,7 @@ impl AttentionKernels for CpuQueue {
         let PagedCache { row_starts, cached, pages, .. } = cache;
         check_disjoint(&[cache.keys, cache.values], &[k, v, row_starts, cached, pages]);
         let [rows, _, head_dim] = heads_of("keys", k);
-        let sequences = Sequences::new(self.level, &cache, [key_value_heads, head_dim], rows);
+        let sequences = Sequences::new((self.level, k.dtype()), &cache, [key_value_heads, head_dim], rows);
         expect_elements(rows * key_value_heads * head_dim, &[("k", k), ("v", v)]);
         with_float!(k.dtype(), T => run(self, &Append::<T> {
             sequences,
@@ -153,7 +153,7 @@ impl AttentionKernels for CpuQueue {
         out: View<'_>,
         log_sum_exp: View<'_>,
     ) {
-        let PagedCache { keys, values, row_starts, cached, pages } = cache;
+        let PagedCache { keys, values, row_starts, cached, pages, .. } = cache;
         check_operands(attention, &[out, log_sum_exp], &[q, keys, values, row_starts, cached, pages]);
         let AttentionVariant { document_ends, key_mask, .. } = attention.variant;
         assert!(
@@ -169,17 +169,21 @@ impl AttentionKernels for CpuQueue {
         );
         expect_elements(q.elements(), &[("out", out)]);
         expect_elements(rows * heads, &[("log_sum_exp", log_sum_exp)]);
-        let sequences = Sequences::new(self.level, &cache, [attention.key_value_heads, head_dim], rows);
+        let of_keys = [attention.key_value_heads, head_dim];
+        let sequences = Sequences::new((self.level, q.dtype()), &cache, of_keys, rows);
+        // SAFETY: outputs overlap no other operand, as just checked.
+        let bytes = unsafe { [keys.slice::<u8>(), values.slice::<u8>()] };
         macro_rules! works {
             ($T:ty) => {
-                sequences.geometries(attention, rows).map(|geometry| {
-                    // SAFETY: outputs overlap no other operand, as just checked.
+                sequences.geometries(attention, rows, bytes).map(|(geometry, pages)| {
+                    let [k, v] = pages.vectors();
+                    // SAFETY: as above.
                     unsafe {
                         Forward::<$T> {
                             geometry,
                             q: q.slice(),
-                            k: keys.slice(),
-                            v: values.slice(),
+                            k,
+                            v,
                             out: Output::new("out", out, Write::Overwrite),
                             log_sum_exp: Operand::new(log_sum_exp),
                         }

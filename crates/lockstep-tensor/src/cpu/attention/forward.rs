@@ -10,6 +10,8 @@ use super::{
     geometry::{Geometry, Pair, columns_of},
     lanes::{BLOCK, Lanes, ROWS},
     output::Output,
+    page_codes::scale_columns,
+    pages::CachedBlock,
     product::Start,
     scores::change_scores,
     worker::Worker,
@@ -105,11 +107,15 @@ impl<T: Float> Forward<'_, T> {
             if geometry.valid_keys(pair, first_key) == 0 {
                 continue;
             }
-            let [keys_transposed, vectors] = match geometry.cached_block(pair, first_key, [k, v]) {
-                Some([keys, values]) => {
-                    // The values are needed after the product with the keys, the next keys after that with the values.
-                    prefetch(values, 0..values.len());
-                    [keys, values]
+            let (cached, number) = (geometry.pages_of_blocks(), first_key / BLOCK);
+            let CachedBlock { operands: [keys_transposed, vectors], scales } = match cached {
+                Some(pages) => {
+                    // The values are needed after the product with the keys, the next keys after that with the values; decoding
+                    // needs both at once.
+                    if !pages.table.format.is_encoded {
+                        pages.prefetch(1, pair.key_head, number);
+                    }
+                    pages.block::<V>(pair.key_head, number, [&mut *keys_transposed, &mut *vectors])
                 }
                 None => {
                     let block = first_key..geometry.key_len.min(first_key + BLOCK);
@@ -121,7 +127,7 @@ impl<T: Float> Forward<'_, T> {
                     let next = || geometry.key_vectors(pair, next.clone());
                     next().for_each(|key| prefetch(k, key));
                     next().for_each(|key| prefetch(v, key));
-                    [&*keys_transposed, &*vectors]
+                    CachedBlock { operands: [&*keys_transposed, &*vectors], scales: None }
                 }
             };
 
@@ -133,6 +139,9 @@ impl<T: Float> Forward<'_, T> {
                 let local = strip.start - rows.start..strip.end - rows.start;
                 let sums = &mut sums[local.start * width..local.end * width];
                 score::<V>(geometry, visible, &queries[local.start * width..], keys_transposed, scores);
+                if let Some([of_keys, _]) = scales {
+                    scale_columns::<V>(of_keys, &mut scores[..strip.len() * BLOCK]);
+                }
                 change_scores::<V>(geometry, pair, strip.clone(), first_key, visible, scores, &mut []);
                 Softmax {
                     visible,
@@ -142,11 +151,17 @@ impl<T: Float> Forward<'_, T> {
                     shrinkage: &mut shrinkage,
                 }
                 .update::<V>(scores);
+                if let Some([_, of_values]) = scales {
+                    scale_columns::<V>(of_values, &mut scores[..strip.len() * BLOCK]);
+                }
                 if strip.start == rows.start
                     && first_key + BLOCK < keys.end
-                    && let Some([next, _]) = geometry.cached_block(pair, first_key + BLOCK, [k, v])
+                    && let Some(pages) = cached
                 {
-                    prefetch(next, 0..next.len());
+                    pages.prefetch(0, pair.key_head, number + 1);
+                    if pages.table.format.is_encoded {
+                        pages.prefetch(1, pair.key_head, number + 1);
+                    }
                 }
                 gather::<V>(geometry, visible, scores, vectors, Start::Scaled(&shrinkage), sums);
             }

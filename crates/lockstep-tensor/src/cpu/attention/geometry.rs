@@ -11,10 +11,7 @@ use super::{
     pages::Pages,
     variant::{KeyMask, Sinks},
 };
-use crate::{
-    Attention, AttentionDirection, Dropout, TokenSpan, View,
-    cpu::{dropout::Mask, simd::Float},
-};
+use crate::{Attention, AttentionDirection, Dropout, TokenSpan, View, cpu::dropout::Mask};
 
 /// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.
 pub(super) type Bits = [u64; BLOCK];
@@ -200,7 +197,9 @@ impl<'a> Geometry<'a> {
             }
             Some(pages) => {
                 let block = keys.start / BLOCK;
-                (block * BLOCK, pages.start(0, pair.key_head, block), head_dim)
+                let table = pages.table;
+                let first = table.start(0, pair.key_head, block) / table.format.stored.element_bytes();
+                (block * BLOCK, first, head_dim)
             }
         };
         keys.map(move |key| {
@@ -209,15 +208,10 @@ impl<'a> Geometry<'a> {
         })
     }
 
-    /// Returns the keys and values of a block as right operands, if a cache holds them in this order.
+    /// Returns the pages of a cache that holds keys and values in blocks, as right operands or codes of them.
     #[inline(always)]
-    pub(super) fn cached_block<'k, T: Float>(
-        &self,
-        pair: Pair,
-        first_key: usize,
-        caches: [&'k [T]; 2],
-    ) -> Option<[&'k [f32]; 2]> {
-        self.pages.and_then(|pages| pages.operands(pair.key_head, first_key / BLOCK, caches))
+    pub(super) fn pages_of_blocks(&self) -> Option<Pages<'a>> {
+        self.pages.filter(Pages::is_of_blocks)
     }
 
     /// Returns the elements from one key's vector to the next.

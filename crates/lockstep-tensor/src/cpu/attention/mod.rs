@@ -11,7 +11,8 @@
 //! `geometry` determines the visible keys of each query; `lanes`, `x86` and `aarch64` are vector registers; `product` multiplies
 //! blocks; `block` packs and scores them, and `scores` changes the scores for soft-capping and ALiBi. `forward` and
 //! `backward` are the algorithms, `sinks` is the gradient of attention sinks, `output` writes the results, and `tiles`
-//! runs them on bf16 matrix instructions with the operands of `packed`. `pages` is the key-value cache, and `cached` attends to it. `variant` reads key
+//! runs them on bf16 matrix instructions with the operands of `packed`. `pages` is the key-value cache, `page_codes` are its
+//! narrow numbers, and `cached` attends to it. `variant` reads key
 //! masks and sinks.
 
 #[cfg(target_arch = "aarch64")]
@@ -26,6 +27,7 @@ mod lanes;
 mod output;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod packed;
+mod page_codes;
 mod page_layout;
 mod pages;
 #[cfg(test)]
@@ -48,4 +50,4 @@ mod worker;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use page_layout::page_elements;
+pub use page_layout::page_bytes;

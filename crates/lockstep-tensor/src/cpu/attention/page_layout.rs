@@ -1,10 +1,10 @@
 //! Choice of the layout of pages: that of the algorithm which attends to them.
 
-use lockstep_plan::DType;
+use lockstep_plan::{DType, KvCacheType};
 
-use super::pages::PageLayout;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::pages::PanelLayout;
+use super::pages::{PageFormat, PageLayout};
 use crate::CpuLevel;
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::gemm::panels::NeonBf16;
@@ -36,8 +36,8 @@ fn panels<K: MicroKernel>(head_dim: usize) -> PageLayout {
     PageLayout::Panels(PanelLayout { head_dim, head_units, width: K::COLUMNS, line })
 }
 
-/// Returns the layout of pages that a queue of `level` uses.
-pub(super) fn page_layout(level: CpuLevel, dtype: DType, head_dim: usize) -> PageLayout {
+/// Returns the order of elements in the pages that a queue of `level` uses for a computation in `dtype`.
+fn page_layout(level: CpuLevel, dtype: DType, stored: KvCacheType, head_dim: usize) -> PageLayout {
     #[cfg(target_arch = "x86_64")]
     if dtype == DType::BF16 && level >= LEVEL {
         return match level {
@@ -49,11 +49,35 @@ pub(super) fn page_layout(level: CpuLevel, dtype: DType, head_dim: usize) -> Pag
     if dtype == DType::BF16 && level >= LEVEL {
         return panels::<NeonBf16>(head_dim);
     }
-    if dtype == DType::F32 { PageLayout::Transposed { head_dim } } else { PageLayout::Rows { head_dim } }
+    // Elements of another type are decoded to f32, in the order of the product; there is nothing to convert after that.
+    let is_own_narrow_type = dtype != DType::F32 && KvCacheType::of(dtype) == Some(stored);
+    if is_own_narrow_type { PageLayout::Rows { head_dim } } else { PageLayout::Transposed { head_dim } }
 }
 
-/// Returns the elements of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens, on a CPU queue of
-/// `level`.
-pub fn page_elements(level: CpuLevel, dtype: DType, key_value_heads: usize, head_dim: usize) -> [usize; 2] {
-    page_layout(level, dtype, head_dim).head_elements().map(|elements| key_value_heads * elements)
+/// Returns the format of the pages that a queue of `level` uses for a computation in `dtype` and a cache of type `stored`.
+///
+/// # Panics
+/// If such a cache does not hold numbers of `dtype`.
+pub(super) fn page_format(level: CpuLevel, dtype: DType, stored: KvCacheType, head_dim: usize) -> PageFormat {
+    assert!(stored.holds(dtype), "a cache of {stored} does not hold numbers of {dtype}");
+    PageFormat {
+        layout: page_layout(level, dtype, stored, head_dim),
+        stored,
+        is_encoded: KvCacheType::of(dtype) != Some(stored),
+    }
+}
+
+/// Returns the bytes of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens, on a CPU queue of
+/// `level`, for a computation in `dtype` and a cache of type `stored`.
+///
+/// # Panics
+/// If such a cache does not hold numbers of `dtype` ([`KvCacheType::holds`]).
+pub fn page_bytes(
+    level: CpuLevel,
+    dtype: DType,
+    stored: KvCacheType,
+    key_value_heads: usize,
+    head_dim: usize,
+) -> [usize; 2] {
+    page_format(level, dtype, stored, head_dim).head_bytes().map(|bytes| key_value_heads * bytes)
 }

@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use lockstep_plan::{MemoryCategory, random::Philox};
+use lockstep_plan::{DType, KvCacheType, MemoryCategory, random::Philox};
 use proptest::prelude::*;
 
 use super::{
+    page_codes::round_trip,
     reference::Case,
     tests::{Inputs, VariantTensors, causal, emulated, levels},
     variant_tests::sinks,
@@ -70,9 +71,13 @@ struct Reading<T> {
     statistics: Vec<f32>,
 }
 
-/// Reads sequences together, in steps of random lengths, on pages in random order.
+/// Lengths of steps.
+const STEPS: [usize; 6] = [0, 1, 1, 3, 70, 130];
+
+/// Reads sequences together in a cache of type `stored`, in steps of random lengths among `steps`, on pages in random order.
 fn read_in_steps<T: Float>(
     readings: &mut [Reading<T>],
+    (stored, steps): (KvCacheType, &[usize]),
     queue: &CpuQueue,
     arena: &Arena,
     random: &mut impl FnMut(usize) -> usize,
@@ -82,9 +87,8 @@ fn read_in_steps<T: Float>(
         2 + readings.iter().map(|reading| reading.case.query_len.div_ceil(PAGE_TOKENS)).sum::<usize>();
     let mut free: Vec<u32> = (0..pages as u32).collect();
     // A cache of NaN: what is not written must not be read.
-    let [keys, values] = queue.page_elements(T::DTYPE, key_value_heads, head_dim).map(|elements| {
-        let nan = vec![T::store(f32::NAN); pages * elements];
-        Tensor::from_slice(arena, [pages, elements], &nan, CATEGORY).unwrap()
+    let [keys, values] = queue.page_bytes(T::DTYPE, stored, key_value_heads, head_dim).map(|bytes| {
+        Tensor::from_slice(arena, [pages, bytes], &vec![0xff_u8; pages * bytes], CATEGORY).unwrap()
     });
     while readings.iter().any(|reading| reading.read < reading.case.query_len) {
         let (mut starts, mut cached, mut tables) = (vec![0_u32], Vec::new(), Vec::new());
@@ -93,7 +97,7 @@ fn read_in_steps<T: Float>(
         let mut parts = Vec::new();
         for (index, reading) in readings.iter_mut().enumerate() {
             let left = reading.case.query_len - reading.read;
-            let len = left.min([0, 1, 1, 3, 70, 130][random(6)]);
+            let len = left.min(steps[random(steps.len())]);
             while reading.pages.len() * PAGE_TOKENS < reading.read + len {
                 reading.pages.push(free.swap_remove(random(free.len())));
             }
@@ -115,6 +119,7 @@ fn read_in_steps<T: Float>(
         }
         let [row_starts, cached, tables] = [&starts, &cached, &tables].map(|words| tensor(arena, words));
         let cache = PagedCache {
+            stored,
             keys: keys.view(),
             values: values.view(),
             row_starts: row_starts.view(),
@@ -171,34 +176,102 @@ fn check<T: Float>(case: &Case, lengths: &[usize], level: CpuLevel, threads: usi
         draws += 1;
         (philox.uniform(draws) * below as f64) as usize
     };
-    let mut readings: Vec<Reading<T>> = lengths
-        .iter()
-        .zip(seed..)
-        .map(|(&len, seed)| {
-            let case = Case { query_len: len, key_len: len, ..case.clone() };
-            Reading {
-                inputs: Inputs::random(&case, seed),
-                pages: Vec::new(),
-                read: 0,
-                out: vec![f32::NAN; case.query_elements()],
-                statistics: vec![f32::NAN; case.statistic_elements()],
-                case,
+    let new = || -> Vec<Reading<T>> { readings(case, lengths, seed) };
+    let own = KvCacheType::of(T::DTYPE).unwrap();
+    for stored in KvCacheType::ALL.into_iter().filter(|stored| stored.holds(T::DTYPE)) {
+        let mut found = new();
+        read_in_steps(&mut found, (stored, &STEPS), &queue, &arena, &mut random);
+        let mut in_one_step = new();
+        read_in_steps(&mut in_one_step, (stored, &[usize::MAX]), &queue, &arena, &mut random);
+        for (number, (found, in_one_step)) in found.iter().zip(&in_one_step).enumerate() {
+            let what = format!("{} in {stored} {level:?}, sequence {number} of {lengths:?}", T::DTYPE);
+            let bits = [(&found.out, &in_one_step.out), (&found.statistics, &in_one_step.statistics)];
+            for (found, expected) in bits {
+                assert_same_bits(found, expected, &what);
             }
-        })
-        .collect();
-    read_in_steps(&mut readings, &queue, &arena, &mut random);
-    for (number, Reading { case, inputs, out, statistics, .. }) in readings.iter().enumerate() {
-        let expected = whole(case, inputs, &queue, &arena);
-        for (what, found, expected) in [("out", out, &expected.0), ("log-sum-exp", statistics, &expected.1)] {
-            let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
+            let expected = whole(&found.case, &found.inputs, &queue, &arena);
+            if stored == own {
+                assert_same_bits(&found.out, &expected.0, &what);
+                assert_same_bits(&found.statistics, &expected.1, &what);
+                continue;
+            }
+            let rounded = found.inputs.in_cache(&found.case, stored);
+            let exact = found.inputs.widened();
+            let [(out, statistics), exact] = [rounded, exact].map(|wide| {
+                whole(
+                    &found.case,
+                    &wide,
+                    &CpuQueue::with_level(1, &arena, CpuLevel::Portable).unwrap(),
+                    &arena,
+                )
+            });
+            // One token's output is its value, which its own type holds exactly and a scaled code does not.
+            let rounding = match T::DTYPE {
+                DType::BF16 => 4e-3,
+                DType::F16 => 5e-4,
+                _ => 1e-5,
+            };
+            // The computation in its own type adds to the error of the cache what it has without one.
+            let own_error = distance(&expected.0, &exact.0);
             assert!(
-                differs.is_none(),
-                "{} {level:?}, sequence {number} of {lengths:?}: {what} {differs:?} is {:?} instead of {:?}",
-                T::DTYPE,
-                differs.map(|at| found[at]),
-                differs.map(|at| expected[at])
+                distance(&found.out, &out) <= 1.5 * own_error + rounding,
+                "{what}: relative error {} of outputs from those of the rounded cache, {own_error} without one",
+                distance(&found.out, &out)
+            );
+            assert!(
+                distance(&found.statistics, &statistics) <= 1.5 * distance(&expected.1, &exact.1) + 1e-4,
+                "{what}: relative error {} of log-sum-exps",
+                distance(&found.statistics, &statistics)
             );
         }
+    }
+}
+
+/// Returns the relative distance of two vectors.
+fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    let norm = |numbers: &mut dyn Iterator<Item = f64>| numbers.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut found.iter().zip(expected).map(|(a, b)| f64::from(a - b)));
+    difference / norm(&mut expected.iter().map(|&x| f64::from(x)))
+}
+
+fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
+    let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
+    let values = differs.map(|at| (found[at], expected[at]));
+    assert!(differs.is_none(), "{what}: {differs:?} is {values:?} instead");
+}
+
+/// Returns the sequences of some lengths before anything is read.
+fn readings<T: Float>(case: &Case, lengths: &[usize], seed: u64) -> Vec<Reading<T>> {
+    let reading = |(&len, seed): (&usize, u64)| {
+        let case = Case { query_len: len, key_len: len, ..case.clone() };
+        Reading {
+            inputs: Inputs::random(&case, seed),
+            pages: Vec::new(),
+            read: 0,
+            out: vec![f32::NAN; case.query_elements()],
+            statistics: vec![f32::NAN; case.statistic_elements()],
+            case,
+        }
+    };
+    lengths.iter().zip(seed..).map(reading).collect()
+}
+
+impl<T: Float> Inputs<T> {
+    /// Returns the inputs in f32.
+    fn widened(&self) -> Inputs<f32> {
+        let wide = |x: &[T]| x.iter().map(|x| x.load()).collect();
+        Inputs { q: wide(&self.q), k: wide(&self.k), v: wide(&self.v), dout: wide(&self.dout) }
+    }
+
+    /// Returns the inputs in f32 with keys and values as a cache stores them.
+    fn in_cache(&self, case: &Case, stored: KvCacheType) -> Inputs<f32> {
+        let mut inputs = self.widened();
+        for vectors in [&mut inputs.k, &mut inputs.v] {
+            for vector in vectors.chunks_exact_mut(case.head_dim) {
+                round_trip(stored, vector);
+            }
+        }
+        inputs
     }
 }
 
@@ -240,10 +313,11 @@ fn a_sequence_without_a_page_for_its_tokens_is_refused() {
     let arena = Arena::new();
     let queue = queue(CpuLevel::detect(), 1, &arena);
     let [keys, values] = queue
-        .page_elements(f32::DTYPE, 1, 8)
-        .map(|elements| Tensor::zeros(&arena, f32::DTYPE, [1, elements], CATEGORY).unwrap());
+        .page_bytes(f32::DTYPE, KvCacheType::F32, 1, 8)
+        .map(|bytes| Tensor::zeros(&arena, DType::U8, [1, bytes], CATEGORY).unwrap());
     let [row_starts, cached, pages] = [vec![0_u32, 1], vec![64], vec![0]].map(|words| tensor(&arena, &words));
     let cache = PagedCache {
+        stored: KvCacheType::F32,
         keys: keys.view(),
         values: values.view(),
         row_starts: row_starts.view(),

@@ -15,6 +15,8 @@ use super::{
     geometry::{Bits, Pair},
     lanes::{BLOCK, Lanes},
     packed::{BLOCK_UNITS, Left, Needed, Sizes, Target, left, multiply, round, score_rows},
+    page_codes::scale_columns,
+    pages::CachedBlock,
     product::Start,
     scores::{change_scores, multiply_derivatives},
     worker::Worker,
@@ -91,8 +93,8 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
             let next = block.end..seen.end.min(block.end + BLOCK);
             // SAFETY: the caller's promise.
-            let [keys, values] =
-                unsafe { self.operands(pair, [block.clone(), next], sizes, [staged, keys, values]) };
+            let CachedBlock { operands: [keys, values], scales } =
+                unsafe { self.operands::<V>(pair, [block.clone(), next], sizes, [staged, keys, values]) };
             for (strip, queries) in strips(rows.clone()).zip(queries.chunks_exact(sizes.left())) {
                 let Some(visible) = geometry.visible(pair, strip.clone(), first_key) else { continue };
                 let visible = &visible[..strip.len()];
@@ -110,6 +112,9 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
                         scored,
                     )
                 };
+                if let Some([of_keys, _]) = scales {
+                    scale_columns::<V>(of_keys, &mut scores[..strip.len() * BLOCK]);
+                }
                 change_scores::<V>(geometry, pair, strip.clone(), first_key, visible, scores, &mut []);
                 forward::Softmax {
                     visible,
@@ -119,6 +124,9 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
                     shrinkage: &mut shrinkage,
                 }
                 .update::<V>(scores);
+                if let Some([_, of_values]) = scales {
+                    scale_columns::<V>(of_values, &mut scores[..strip.len() * BLOCK]);
+                }
                 let gathered = Target::vectors(sums, strip.len(), geometry, Start::Scaled(&shrinkage));
                 let scores = round(&scores[..strip.len() * BLOCK], rounded);
                 // SAFETY: the caller's promise.
@@ -133,24 +141,27 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
 }
 
 impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
-    /// Returns the keys and values of a block as right operands, which a cache holds, or which are packed into scratch. Fetches those
-    /// of the next block.
+    /// Returns the keys and values of a block as right operands, which a cache holds, or which are packed or decoded into scratch.
+    /// Fetches those of the next block.
     ///
     /// # Safety
     /// As [`Self::rows`].
-    unsafe fn operands<'s>(
+    unsafe fn operands<'s, V: Lanes>(
         &'s self,
         pair: Pair,
         [block, next]: [Range<usize>; 2],
         sizes: Sizes<K>,
         [staged, keys, values]: [&'s mut [f32]; 3],
-    ) -> [&'s [f32]; 2] {
+    ) -> CachedBlock<'s> {
         let Forward { geometry, k, v, .. } = &self.work;
-        if let Some(operands) = geometry.cached_block(pair, block.start, [k, v]) {
-            if let Some(next) = geometry.cached_block(pair, next.start, [k, v]).filter(|_| !next.is_empty()) {
-                next.into_iter().for_each(|operand| prefetch(operand, 0..operand.len()));
+        if let Some(pages) = geometry.pages_of_blocks() {
+            let found = pages.block::<V>(pair.key_head, block.start / BLOCK, [keys, values]);
+            if !next.is_empty() {
+                for operand in [0, 1] {
+                    pages.prefetch(operand, pair.key_head, next.start / BLOCK);
+                }
             }
-            return operands;
+            return found;
         }
         let places = || geometry.key_vectors(pair, block.clone());
         // SAFETY: the caller's promise.
@@ -161,7 +172,7 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
         let next = || geometry.key_vectors(pair, next.clone());
         next().for_each(|key| prefetch(k, key));
         next().for_each(|key| prefetch(v, key));
-        [keys, values]
+        CachedBlock { operands: [keys, values], scales: None }
     }
 }
 

@@ -33,6 +33,7 @@ fn generate() -> Result<(), Box<dyn std::error::Error>> {
                 map: MapChoice::Balanced,
                 limits: limits.parse()?,
                 offload_dir: value("--offload-dir").map(Into::into),
+                kv_cache: None,
                 workload: Workload::Generation { sequences: 1, context: CONTEXT },
                 process_bytes: proportional_bytes(),
                 threads,

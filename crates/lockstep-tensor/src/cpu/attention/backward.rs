@@ -10,9 +10,9 @@
 use std::ops::Range;
 
 use super::{
-    block::{Kept, PREFETCH_ROWS, gather, kept, pack, prefetch, score, take, transpose},
+    block::{Kept, PREFETCH_ROWS, gather, kept, pack, score, take, transpose},
     geometry::{Bits, Geometry, Pair, rows_with},
-    lanes::{BLOCK, Lanes},
+    lanes::{BLOCK, Lanes, prefetch},
     output::Output as Gradient,
     product::{Left, Output, Right, Start, TILE_ROWS, multiply},
     scores::{change_scores, multiply_derivatives},

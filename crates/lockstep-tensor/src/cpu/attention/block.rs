@@ -9,10 +9,10 @@ use lockstep_plan::DType;
 
 use super::{
     geometry::{Bits, Geometry, Pair, columns_of},
-    lanes::{BLOCK, Lanes},
+    lanes::{BLOCK, Lanes, prefetch},
     product::{Left, Output, Right, Start, TILE_ROWS, multiply},
 };
-use crate::cpu::simd::{self, CACHE_LINE_BYTES, Float, inlined};
+use crate::cpu::simd::{Float, inlined};
 
 /// Distance in rows between a loop over rows and its prefetch.
 pub(super) const PREFETCH_ROWS: usize = 16;
@@ -72,14 +72,6 @@ unsafe fn load<V: Lanes, T: Float>(elements: *const T) -> V {
             *value = elements.add(i).read().load();
         }
         V::load(values.as_ptr())
-    }
-}
-
-/// Prefetches a vector that will be read soon: its distance is too large for the CPU's own prefetcher.
-#[inline(always)]
-pub(super) fn prefetch<T>(source: &[T], vector: Range<usize>) {
-    for element in vector.step_by(CACHE_LINE_BYTES / size_of::<T>()) {
-        simd::prefetch(source.as_ptr().wrapping_add(element));
     }
 }
 

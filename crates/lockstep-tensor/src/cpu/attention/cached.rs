@@ -10,8 +10,9 @@ use super::{
     geometry::Geometry,
     lanes::{BLOCK, Lanes, padded},
     page_codes::encode,
+    page_format::{PageFormat, PageLayout},
     page_layout::page_format,
-    pages::{PageFormat, PageLayout, PageTable, Pages},
+    pages::{PageTable, Pages},
     worker::Worker,
 };
 use crate::{

@@ -6,9 +6,9 @@
 use std::ops::Range;
 
 use super::{
-    block::{Kept, gather, kept, pack, prefetch, score, take, transpose},
+    block::{Kept, gather, kept, pack, score, take, transpose},
     geometry::{Geometry, Pair, columns_of},
-    lanes::{BLOCK, Lanes, ROWS},
+    lanes::{BLOCK, Lanes, ROWS, prefetch},
     output::Output,
     page_codes::scale_columns,
     pages::CachedBlock,

@@ -4,11 +4,13 @@
 //! become single instructions. Only code that promises that the CPU has the level can make a value (`splat`, `load`),
 //! so the methods on values are safe.
 
+use std::ops::Range;
+
 use lockstep_plan::random::Philox;
 
 use crate::{
     CpuLevel,
-    cpu::simd::{ROUND, inlined},
+    cpu::simd::{self, CACHE_LINE_BYTES, ROUND, inlined},
 };
 
 /// Rows and keys of a block of scores; also the number of bits in the mask of a row.
@@ -17,6 +19,14 @@ pub(super) const BLOCK: usize = 64;
 /// Returns `head_dim` rounded up to whole registers of every level.
 pub(super) const fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(16)
+}
+
+/// Prefetches a vector that will be read soon: its distance is too large for the CPU's own prefetcher.
+#[inline(always)]
+pub(super) fn prefetch<T>(source: &[T], vector: Range<usize>) {
+    for element in vector.step_by(CACHE_LINE_BYTES / size_of::<T>()) {
+        simd::prefetch(source.as_ptr().wrapping_add(element));
+    }
 }
 
 /// Rows whose statistics are reduced together: a multiple of the lanes of every level, and a divisor of a block.

@@ -28,6 +28,7 @@ mod output;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod packed;
 mod page_codes;
+mod page_format;
 mod page_layout;
 mod pages;
 #[cfg(test)]

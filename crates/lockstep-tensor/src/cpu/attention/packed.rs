@@ -6,9 +6,9 @@ use half::bf16;
 
 pub(super) use super::page_layout::LEVEL;
 use super::{
-    block::{PREFETCH_ROWS, prefetch},
+    block::PREFETCH_ROWS,
     geometry::{Geometry, columns_of, rows_with},
-    lanes::{BLOCK, Lanes},
+    lanes::{BLOCK, Lanes, prefetch},
     page_layout::head_units,
     product::Start,
 };

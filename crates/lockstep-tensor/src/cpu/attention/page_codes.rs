@@ -14,7 +14,7 @@ use lockstep_plan::KvCacheType;
 
 use super::{
     lanes::{BLOCK, Lanes},
-    pages::{PageFormat, PageLayout},
+    page_format::{PageFormat, PageLayout},
 };
 use crate::cpu::simd::{Float, ROUND, inlined};
 

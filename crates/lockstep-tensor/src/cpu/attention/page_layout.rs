@@ -3,8 +3,8 @@
 use lockstep_plan::{DType, KvCacheType};
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use super::pages::PanelLayout;
-use super::pages::{PageFormat, PageLayout};
+use super::page_format::PanelLayout;
+use super::page_format::{PageFormat, PageLayout};
 use crate::CpuLevel;
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::gemm::panels::NeonBf16;

@@ -10,10 +10,10 @@ use half::bf16;
 
 use super::{
     backward::{self, Backward, unpack},
-    block::{kept, prefetch, take},
+    block::{kept, take},
     forward::{self, Forward, TASK_ROWS},
     geometry::{Bits, Pair},
-    lanes::{BLOCK, Lanes},
+    lanes::{BLOCK, Lanes, prefetch},
     packed::{BLOCK_UNITS, Left, Needed, Sizes, Target, left, multiply, round, score_rows},
     page_codes::scale_columns,
     pages::CachedBlock,

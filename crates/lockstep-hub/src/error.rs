@@ -80,7 +80,7 @@ pub enum HubError {
     NoWeights {
         /// Name of the model.
         model: String,
-        /// What it has, and the next step.
+        /// Contents of the repository, and the next step.
         reason: String,
     },
     /// The server cannot be reached, or its answers break off.

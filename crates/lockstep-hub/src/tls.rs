@@ -25,9 +25,6 @@ pub(crate) fn configuration() -> Result<Result<TlsConfig, &'static str>, HubErro
 }
 
 /// Returns the reason why there is no TLS.
-///
-/// # Errors
-/// None.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(crate) fn configuration() -> Result<Result<TlsConfig, &'static str>, HubError> {
     Ok(Err("https:// is available on x86-64 and AArch64 only"))

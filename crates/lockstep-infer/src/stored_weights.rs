@@ -38,41 +38,47 @@ impl StoredPlace {
         bytes.unwrap_or(0)
     }
 
-    /// Interleaves the rows of blocks that lie in `map` or are the last copied ones, so that products of few tokens read them faster.
-    /// Others stay as they are.
+    /// Interleaves the rows of a matrix of blocks, so that products of few tokens read them faster. The result takes the place of a
+    /// copied matrix, or is a copy of one that lies in the file `map`.
     ///
     /// # Errors
     /// If memory runs out.
+    ///
+    /// # Panics
+    /// If the place holds numbers, or rows that cannot be interleaved.
     pub(crate) fn interleaved(
         self,
         map: Option<&MappedTensors>,
         copied: &mut Vec<Buffer>,
-        (arena, kernels): (&Arena, &dyn Kernels),
+        memory: (&Arena, &dyn Kernels),
     ) -> Result<Self, InferError> {
-        let (StoredElements::Blocks(format), BlockLayout::Rows) = (self.stored, self.layout) else {
-            return Ok(self);
+        let bytes = [self.bytes()];
+        let source = match (self.source, map) {
+            (Source::Copied(index), _) => {
+                copied[index] = self.interleave(copied[index].view(DType::U8, 0, bytes), memory)?;
+                self.source
+            }
+            (Source::File { offset, .. }, map) => {
+                let rows = map.and_then(|map| map.view(DType::U8, offset, bytes));
+                copied.push(self.interleave(rows.expect("the matrix lies in its file"), memory)?);
+                Source::Copied(copied.len() - 1)
+            }
         };
-        let shape = self.shape.as_matrix().into();
-        let layout = BlockLayout::Interleaved;
-        let Some(bytes) = BlockMatrix::bytes_of(format, layout, shape) else { return Ok(self) };
-        let rows = match self.source {
-            Source::File { offset, .. } => map.and_then(|map| map.view(DType::U8, offset, [self.bytes()])),
-            Source::Copied(index) => Some(copied[index].view(DType::U8, 0, [self.bytes()])),
-        };
-        let Some(rows) = rows else { return Ok(self) };
+        Ok(Self { source, layout: BlockLayout::Interleaved, ..self })
+    }
+
+    fn interleave(
+        &self,
+        rows: View<'_>,
+        (arena, kernels): (&Arena, &dyn Kernels),
+    ) -> Result<Buffer, InferError> {
+        let (shape, layout) = (self.shape.as_matrix().into(), BlockLayout::Interleaved);
+        let StoredElements::Blocks(format) = self.stored else { panic!("numbers are not interleaved") };
+        let bytes = BlockMatrix::bytes_of(format, layout, shape).expect("rows that can be interleaved");
         let buffer = arena.allocate(bytes, MemoryCategory::Parameters)?;
-        let target = buffer.view(DType::U8, 0, [bytes]);
-        kernels.interleave_blocks(
-            BlockMatrix::new(format, rows, shape),
-            BlockMatrix::with_layout(format, layout, target, shape),
-        );
-        let index = match self.source {
-            Source::Copied(index) => index,
-            Source::File { .. } => copied.len(),
-        };
-        copied.truncate(index);
-        copied.push(buffer);
-        Ok(Self { source: Source::Copied(index), layout, ..self })
+        let target = BlockMatrix::with_layout(format, layout, buffer.view(DType::U8, 0, [bytes]), shape);
+        kernels.interleave_blocks(BlockMatrix::new(format, rows, shape), target);
+        Ok(buffer)
     }
 }
 

@@ -68,14 +68,26 @@ pub(crate) struct WeightForm {
 }
 
 impl WeightForm {
-    /// Returns true if the rows of this rank's shard are interleaved: those of quantized matrices whose codes are multiplied with codes of
-    /// activations.
-    fn interleaves(&self, stored: StoredElements, record: &ParameterRecord) -> bool {
+    /// Returns true if the rows of a matrix are interleaved: those of blocks whose codes are multiplied with codes of activations.
+    fn interleaves(&self, stored: StoredElements, shape: Shape) -> bool {
         let StoredElements::Blocks(format) = stored else { return false };
-        let shape = Shape::from(record.local_shape().as_slice()).as_matrix().into();
         self.activations == BlockActivations::Int8
             && format.has_integer_codes()
-            && BlockMatrix::bytes_of(format, BlockLayout::Interleaved, shape).is_some()
+            && BlockMatrix::bytes_of(format, BlockLayout::Interleaved, shape.as_matrix().into()).is_some()
+    }
+
+    /// Returns the place of a matrix in this form; `map` is the file in which it lies.
+    fn arranged(
+        &self,
+        place: StoredPlace,
+        map: Option<&MappedTensors>,
+        copied: &mut Vec<Buffer>,
+        memory: (&Arena, &dyn Kernels),
+    ) -> Result<StoredPlace, InferError> {
+        match self.interleaves(place.stored, place.shape) {
+            true => place.interleaved(map, copied, memory),
+            false => Ok(place),
+        }
     }
 }
 
@@ -125,18 +137,21 @@ impl ModelWeights {
         for parameter in &parameters {
             let Some(&id) = ids.get(parameter.name) else { continue };
             let shard = StoredShard { parameter, record: &records[id] };
-            if shard.stays_stored(dtype) {
-                stored[id] = if form.interleaves(parameter.stored, &records[id]) {
-                    // A mapping of its own: the pages that are read leave memory with it.
-                    let map = map(parameter.file)?;
-                    let place = shard.place((0, &map), &mut copied, arena)?;
-                    let interleaved =
-                        place.map(|place| place.interleaved(Some(&map), &mut copied, (arena, kernels)));
-                    interleaved.transpose()?
-                } else {
+            if !shard.stays_stored(dtype) {
+                continue;
+            }
+            let shape = Shape::from(records[id].local_shape().as_slice());
+            // Pages that are only copied from are mapped for one matrix, and leave memory with the mapping.
+            let own = form.interleaves(parameter.stored, shape).then(|| map(parameter.file)).transpose()?;
+            let (file, map) = match &own {
+                Some(map) => (usize::MAX, map),
+                None => {
                     let file = files.index(parameter.file)?;
-                    shard.place((file, &files.files[file]), &mut copied, arena)?
-                };
+                    (file, &files.files[file])
+                }
+            };
+            if let Some(place) = shard.place((file, map), &mut copied, arena)? {
+                stored[id] = Some(form.arranged(place, Some(map), &mut copied, (arena, kernels))?);
             }
         }
         for parameter in directory.packed_parameters() {
@@ -148,10 +163,7 @@ impl ModelWeights {
             parameter.pack(&mut blocks)?;
             let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
             let place = copy(&pieces, (packed, record), &mut copied, arena)?;
-            stored[id] = Some(match form.interleaves(packed, record) {
-                true => place.interleaved(None, &mut copied, (arena, kernels))?,
-                false => place,
-            });
+            stored[id] = Some(form.arranged(place, None, &mut copied, (arena, kernels))?);
         }
         quantize(directory, records, form, (&mut stored, &mut copied), (arena, kernels))?;
         let mut is_converted: Vec<bool> =
@@ -337,12 +349,9 @@ fn quantize(
         |name, values| -> Result<(), InferError> {
             let (id, format) = formats[name];
             let blocks = encode_blocks(format, values);
-            let (elements, record) = (StoredElements::Blocks(format), &records[id]);
-            let place = copy(&[&blocks], (elements, record), copied, arena)?;
-            stored[id] = Some(match form.interleaves(elements, record) {
-                true => place.interleaved(None, copied, (arena, kernels))?,
-                false => place,
-            });
+            let place = (StoredElements::Blocks(format), &records[id]);
+            let place = copy(&[&blocks], place, copied, arena)?;
+            stored[id] = Some(form.arranged(place, None, copied, (arena, kernels))?);
             Ok(())
         },
     )

@@ -115,7 +115,7 @@ fn bounds_of_fine_tuning_are_bounds() {
     check_bounds_of_fine_tuning("fine_tune.quantize=none");
 }
 
-/// Of quantized matrices the bounds count the bytes of their blocks, and the search leaves out what they refuse.
+/// The bounds count the bytes of quantized matrices' blocks, and the search leaves out plans that cannot hold blocks.
 #[test]
 fn bounds_of_fine_tuning_over_blocks_are_bounds() {
     check_bounds_of_fine_tuning("fine_tune.quantize=nf4");

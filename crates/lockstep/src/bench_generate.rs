@@ -7,9 +7,9 @@ use lockstep_config::human;
 use lockstep_infer::{
     Batch, InferError, InferencePlan, LoadedModel, NewTokens, PlannedWork, SequenceId, Workload,
 };
-use lockstep_plan::random::Philox;
+use lockstep_plan::{DType, KvCacheType, random::Philox};
 use lockstep_tensor::host::{peak_resident_bytes, proportional_bytes};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::exit::Failure;
 use crate::infer::{KvCacheArguments, ModelArguments};
@@ -44,14 +44,53 @@ fn at_least_one() -> clap::builder::RangedU64ValueParser {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let mut found = arguments.model.find()?;
-    found.options.kv_cache = arguments.kv_cache.kv_cache.kv_cache();
-    let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
-        ControlFlow::Continue(ranks) => ranks,
+    let report = match measure(arguments)? {
+        ControlFlow::Continue(report) => report,
         ControlFlow::Break(code) => return Ok(code),
     };
+    if arguments.json {
+        say!("{}", report.document());
+    } else {
+        report.print(arguments);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Results of all runs.
+struct Report {
+    ranks: usize,
+    threads: usize,
+    dtype: DType,
+    kv_cache: KvCacheType,
+    /// Bytes of the keys and values of all sequences.
+    kv_cache_bytes: u64,
+    load_ms: f64,
+    first_prefill_ms: f64,
+    fastest: Run,
+    prefill_tokens_per_s: f64,
+    decode_tokens_per_s: f64,
+    /// Bytes of weights that stay in their files, and of those in memory.
+    weight_bytes: [usize; 2],
+    /// Bandwidth of reads of weights by one sequence.
+    weights_gb_per_s: f64,
+    /// Placement under limits on memory.
+    placed: Option<Placed>,
+    pss_bytes: u64,
+    peak_rss_bytes: u64,
+    /// Bandwidth of the disk while nothing runs, if weights are on it.
+    disk_alone_gb_per_s: Option<f64>,
+}
+
+/// Measures a model. Breaks with the exit code of the ranks that this process has started.
+fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failure> {
+    let mut found = arguments.model.find()?;
+    found.options.kv_cache = arguments.kv_cache.stored();
+    let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
+        ControlFlow::Continue(ranks) => ranks,
+        ControlFlow::Break(code) => return Ok(ControlFlow::Break(code)),
+    };
     let world_size = ranks.size();
-    let context = (arguments.prompt_tokens + arguments.new_tokens) as usize;
+    let context = arguments.context();
     let workload = Workload::Generation { sequences: arguments.sequences as usize, context };
     let plan = found.plan(workload)?;
     let before = read_alone(plan.as_ref())?;
@@ -59,73 +98,111 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let PlacedModel { model, placed } = found.load(workload, ranks)?;
     let load_ms = milliseconds(start);
     let first = time_run(&model, arguments)?;
-    let first_ms = first.prefill_ms;
+    let first_prefill_ms = first.prefill_ms;
     let mut runs = (1..arguments.repeats).map(|_| time_run(&model, arguments));
-    let Run { prefill_ms, decode_ms, read_gb_per_s } =
-        runs.try_fold(first, |best, run| run.map(|run| best.fastest(&run)))?;
-    let memory = (proportional_bytes(), placed.as_ref().map(|placed| placed.predicted_bytes));
-    let (dtype, kv_cache, threads) = (model.dtype(), model.kv_cache(), model.threads());
-    let kv_cache_bytes = arguments.sequences * model.kv_cache_bytes(context);
-    let [in_place, converted] = weight_bytes_of_all(&model)?;
-    let peak = peak_resident_bytes();
+    let fastest = runs.try_fold(first, |best, run| run.map(|run| best.fastest(&run)))?;
+    let tokens_per_s = |tokens: u64, ms: f64| (arguments.sequences * tokens) as f64 * 1e3 / ms;
+    let decode_tokens_per_s = tokens_per_s(arguments.new_tokens, fastest.decode_ms);
+    let weight_bytes = weight_bytes_of_all(&model)?;
+    let weights = match &placed {
+        Some(placed) => placed.weights.iter().sum(),
+        None => weight_bytes.iter().sum::<usize>() as u64,
+    };
+    let mut report = Report {
+        ranks: world_size,
+        threads: model.threads(),
+        dtype: model.dtype(),
+        kv_cache: model.kv_cache(),
+        kv_cache_bytes: arguments.sequences * model.kv_cache_bytes(context),
+        load_ms,
+        first_prefill_ms,
+        prefill_tokens_per_s: tokens_per_s(arguments.prompt_tokens, fastest.prefill_ms),
+        decode_tokens_per_s,
+        fastest,
+        weight_bytes,
+        weights_gb_per_s: weights as f64 * decode_tokens_per_s / arguments.sequences as f64 / 1e9,
+        placed,
+        pss_bytes: proportional_bytes(),
+        peak_rss_bytes: peak_resident_bytes(),
+        disk_alone_gb_per_s: None,
+    };
     // Under a limit there is no room for the model and the buffers of another measurement.
     drop(model);
-    let alone_gb_per_s = match before {
-        Some(before) => Some((before + read_alone(plan.as_ref())?.unwrap_or(before)) / 2.0),
-        None => None,
-    };
-    let tokens_per_s = |tokens: u64, ms: f64| tokens as f64 * 1e3 / ms;
-    let prefill = tokens_per_s(arguments.sequences * arguments.prompt_tokens, prefill_ms);
-    let decode = tokens_per_s(arguments.sequences * arguments.new_tokens, decode_ms);
-    let weights = placed.as_ref().map_or((in_place + converted) as u64, |placed| placed.weights.iter().sum());
-    let weights_gb_per_s = weights as f64 * decode / arguments.sequences as f64 / 1e9;
-    if arguments.json {
-        say!(
-            "{}",
-            json!({
-                "dtype": dtype.to_string(), "kv_cache": kv_cache.to_string(), "kv_cache_bytes": kv_cache_bytes, "ranks": world_size, "threads": threads, "load_ms": load_ms, "first_prefill_ms": first_ms,
-                "prefill_ms": prefill_ms, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode,
-                "weights_in_place_bytes": in_place, "weights_converted_bytes": converted,
-                "weights_gb_per_s": weights_gb_per_s, "peak_rss_bytes": peak, "pss_bytes": memory.0,
-                "predicted_bytes": memory.1, "disk_gb_per_s": read_gb_per_s, "disk_alone_gb_per_s": alone_gb_per_s,
-            })
-        );
-        return Ok(ExitCode::SUCCESS);
+    if let Some(before) = before {
+        let after = read_alone(plan.as_ref())?.unwrap_or(before);
+        report.disk_alone_gb_per_s = Some((before + after) / 2.0);
     }
-    let bytes = |bytes: usize| human::bytes(bytes as u64);
-    let of_ranks = if world_size > 1 { format!("{world_size} ranks of ") } else { String::new() };
-    say!(
-        "{} {dtype}, cache {kv_cache}, {of_ranks}{}",
-        arguments.model.model,
-        human::plural(threads, "thread")
-    );
-    match placed {
-        Some(Placed { weights, .. }) => {
-            let [resident, on_disk] = weights.map(human::bytes);
-            say!("weights: {resident} in memory, {on_disk} on disk; loaded in {load_ms:.0} ms");
+    Ok(ControlFlow::Continue(report))
+}
+
+impl Arguments {
+    /// Returns the tokens of a sequence.
+    fn context(&self) -> usize {
+        (self.prompt_tokens + self.new_tokens) as usize
+    }
+}
+
+impl Report {
+    fn document(&self) -> Value {
+        let [in_place, converted] = self.weight_bytes;
+        json!({
+            "dtype": self.dtype.to_string(), "kv_cache": self.kv_cache.to_string(), "kv_cache_bytes": self.kv_cache_bytes,
+            "ranks": self.ranks, "threads": self.threads, "load_ms": self.load_ms, "first_prefill_ms": self.first_prefill_ms,
+            "prefill_ms": self.fastest.prefill_ms, "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s, "weights_in_place_bytes": in_place,
+            "weights_converted_bytes": converted, "weights_gb_per_s": self.weights_gb_per_s,
+            "peak_rss_bytes": self.peak_rss_bytes, "pss_bytes": self.pss_bytes,
+            "predicted_bytes": self.placed.as_ref().map(|placed| placed.predicted_bytes),
+            "disk_gb_per_s": self.fastest.read_gb_per_s, "disk_alone_gb_per_s": self.disk_alone_gb_per_s,
+        })
+    }
+
+    fn print(&self, arguments: &Arguments) {
+        let several = self.ranks > 1;
+        let of_ranks = if several { format!("{} ranks of ", self.ranks) } else { String::new() };
+        let (model, threads) = (&arguments.model.model, human::plural(self.threads, "thread"));
+        say!("{model} {}, cache {}, {of_ranks}{threads}", self.dtype, self.kv_cache);
+        let load_ms = self.load_ms;
+        match &self.placed {
+            Some(placed) => {
+                let [resident, on_disk] = placed.weights.map(human::bytes);
+                say!("weights: {resident} in memory, {on_disk} on disk; loaded in {load_ms:.0} ms");
+            }
+            None => {
+                let [in_place, converted] = self.weight_bytes.map(|bytes| human::bytes(bytes as u64));
+                say!("weights: {in_place} in place, {converted} converted; opened in {load_ms:.0} ms");
+            }
         }
-        None => {
-            let [in_place, converted] = [in_place, converted].map(bytes);
-            say!("weights: {in_place} in place, {converted} converted; opened in {load_ms:.0} ms");
-        }
-    }
-    say!("keys and values of {context} tokens: {}", human::bytes(kv_cache_bytes));
-    say!("prompt of {}: {prefill:.1} tokens/s ({first_ms:.0} ms at first)", arguments.prompt_tokens);
-    say!("then {}: {decode:.2} tokens/s, {weights_gb_per_s:.1} GB/s of weights", arguments.new_tokens);
-    if let Some(alone) = alone_gb_per_s {
-        let percent = 100.0 * read_gb_per_s / alone;
+        say!("keys and values of {} tokens: {}", arguments.context(), human::bytes(self.kv_cache_bytes));
         say!(
-            "read from disk meanwhile: {read_gb_per_s:.2} GB/s, {percent:.0} % of {alone:.2} GB/s without a model"
+            "prompt of {}: {:.1} tokens/s ({:.0} ms at first)",
+            arguments.prompt_tokens,
+            self.prefill_tokens_per_s,
+            self.first_prefill_ms
         );
+        say!(
+            "then {}: {:.2} tokens/s, {:.1} GB/s of weights",
+            arguments.new_tokens,
+            self.decode_tokens_per_s,
+            self.weights_gb_per_s
+        );
+        if let Some(alone) = self.disk_alone_gb_per_s {
+            let read = self.fastest.read_gb_per_s;
+            let percent = 100.0 * read / alone;
+            say!(
+                "read from disk meanwhile: {read:.2} GB/s, {percent:.0} % of {alone:.2} GB/s without a model"
+            );
+        }
+        if let Some(placed) = &self.placed {
+            let (found, predicted) = (self.pss_bytes, placed.predicted_bytes);
+            let off = 100.0 * (found as f64 / predicted as f64 - 1.0);
+            let (found, predicted) = (human::bytes(found), human::bytes(predicted));
+            say!("memory of the process (PSS): {found}, predicted {predicted} ({off:+.1} %)");
+        }
+        let of_which = if several { " of the first rank" } else { "" };
+        let peak = human::bytes(self.peak_rss_bytes);
+        say!("peak of resident memory{of_which}, pages of mapped files included: {peak}");
     }
-    if let (found, Some(predicted)) = memory {
-        let off = 100.0 * (found as f64 / predicted as f64 - 1.0);
-        let (found, predicted) = (human::bytes(found), human::bytes(predicted));
-        say!("memory of the process (PSS): {found}, predicted {predicted} ({off:+.1} %)");
-    }
-    let of_which = if world_size > 1 { " of the first rank" } else { "" };
-    say!("peak of resident memory{of_which}, pages of mapped files included: {}", human::bytes(peak));
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Returns the bytes of weights of all ranks that stay in their files, and of those in memory.

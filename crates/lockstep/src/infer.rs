@@ -74,8 +74,15 @@ enum ActivationChoice {
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct KvCacheArguments {
     /// Type of cached keys and values; auto takes that of the activations, int8 and fp8 have a scale for each token and head
-    #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
-    pub(crate) kv_cache: KvCacheChoice,
+    #[arg(long = "kv-cache", value_name = "TYPE", default_value = "auto", value_enum)]
+    choice: KvCacheChoice,
+}
+
+impl KvCacheArguments {
+    /// Returns the type; `None` for that of the activations.
+    pub(crate) fn stored(self) -> Option<KvCacheType> {
+        self.choice.stored()
+    }
 }
 
 /// Values of `--kv-cache`.
@@ -90,7 +97,7 @@ pub(crate) enum KvCacheChoice {
 
 impl KvCacheChoice {
     /// Returns the type; `None` for that of the activations.
-    pub(crate) fn kv_cache(self) -> Option<KvCacheType> {
+    pub(crate) fn stored(self) -> Option<KvCacheType> {
         match self {
             Self::Auto => None,
             Self::F32 => Some(KvCacheType::F32),

@@ -90,7 +90,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         ));
     }
     let mut found = arguments.model.find()?;
-    found.options.kv_cache = arguments.kv_cache.kv_cache.kv_cache();
+    found.options.kv_cache = arguments.kv_cache.stored();
     let (tokenizer, config) = (found.description.tokenizer()?, found.description.generation_config()?);
     let ranks = match arguments.model.join(&mut found, PlannedWork::Generation)? {
         ControlFlow::Continue(ranks) => ranks,

@@ -65,7 +65,7 @@ impl InferenceArguments {
 
     pub(super) fn run(&self, model: &str, as_json: bool) -> Result<(), Failure> {
         let threads = threads(self.threads)?;
-        let (dtype, kv_cache) = (self.dtype.dtype(), self.kv_cache.kv_cache());
+        let (dtype, kv_cache) = (self.dtype.dtype(), self.kv_cache.stored());
         let options = LoadOptions { dtype, kv_cache, ..LoadOptions::new(threads) };
         let found = &FoundModel::new(model, None, options, &self.placement)?;
         let longest = found.description.config().max_position_embeddings();

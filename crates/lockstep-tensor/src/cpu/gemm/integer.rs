@@ -29,6 +29,10 @@ const ROWS: usize = 8;
 const PANELS: usize = 4;
 /// Columns of a tile of many rows.
 const TILE_COLUMNS: usize = PANELS * SIDE;
+/// Largest number of panels of a task of few rows.
+const FEW_ROWS_PANELS: usize = 16;
+/// Tasks of few rows for each thread, so that all threads end at about the same time.
+const FEW_ROWS_TASKS: usize = 8;
 /// Largest number of rows that are multiplied with packed lines: their sums are in the scratch memory of a task.
 const BLOCK_ROWS: usize = 512;
 /// Products with fewer multiplications run on the calling thread: waking others costs more.
@@ -43,7 +47,7 @@ pub(super) const MOST_DEPTH: usize = COLUMNS_UNITS / (ROWS * GROUP_WORDS) * GROU
 struct TaskScratch {
     words: WordBuffer,
     panels: [PackedLines; PANELS],
-    /// Sums `[rows, tile columns]` of the rows of a block.
+    /// Sums `[rows, tile columns]` of the rows of a block. Few rows have wider tiles, of fewer sums.
     sums: [f32; BLOCK_ROWS * TILE_COLUMNS],
 }
 
@@ -73,7 +77,7 @@ pub(super) fn multiply<V: IntegerLanes, T: Float, C: Float>(queue: &CpuQueue, pr
             // SAFETY: the words of each group of rows belong to one task, and the level has the instructions.
             unsafe { product.quantize::<V>(rows, activations.row(group, ROWS * row_words)) };
         });
-        let tile = if rows.len() > ROWS { TILE_COLUMNS } else { SIDE };
+        let tile = if rows.len() > ROWS { TILE_COLUMNS } else { few_rows_tile(n, queue.pool.threads()) };
         run(n.div_ceil(tile), is_serial, &|index| {
             let columns = index * tile..n.min((index + 1) * tile);
             let mut scratch = queue.scratch.rows();
@@ -82,6 +86,11 @@ pub(super) fn multiply<V: IntegerLanes, T: Float, C: Float>(queue: &CpuQueue, pr
             unsafe { product.tile::<V>(queue.level, rows.clone(), columns, activations, scratch) };
         });
     }
+}
+
+/// Returns the columns of a task of few rows. A task of many panels reads memory in order, and shares few cache lines with its neighbours.
+fn few_rows_tile(columns: usize, threads: usize) -> usize {
+    (columns / SIDE / (threads * FEW_ROWS_TASKS)).clamp(1, FEW_ROWS_PANELS) * SIDE
 }
 
 impl TaskScratch {
@@ -167,42 +176,44 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
         let TaskScratch { words: buffer, panels: packed, sums } = scratch;
         let sums = &mut sums[..rows.len() * width];
         if rows.len() == 1 && self.lines.layout == BlockLayout::Interleaved {
-            // SAFETY: the words are groups of one row, and one row's tile is a panel; the caller's promise.
+            // SAFETY: the words are groups of one row; the caller's promise.
             unsafe {
                 let words = activations.row(0, k / GROUP * GROUP_WORDS);
-                let sums = sums.first_chunk_mut().expect("16 sums");
-                multiply_row::<V>(groups_of(words), &self.lines, columns.start / SIDE, sums);
+                multiply_row::<V>(
+                    groups_of(words),
+                    &self.lines,
+                    columns.start / SIDE,
+                    sums.as_chunks_mut().0,
+                );
                 self.finish(level, rows, columns, sums, width);
             }
             return;
         }
         sums.fill(0.0);
-        for start in (0..k).step_by(DEPTH) {
-            let depth = start..k.min(start + DEPTH);
-            for (index, packed) in packed[..panels].iter_mut().enumerate() {
-                let first = columns.start + index * SIDE;
-                // SAFETY: the caller's promise.
-                unsafe {
-                    pack_codes::<V>(
-                        &self.lines,
-                        first..columns.end.min(first + SIDE),
-                        depth.clone(),
-                        buffer,
-                        packed,
-                    )
-                };
-            }
-            for (group, sums) in sums.chunks_mut(ROWS * width).enumerate() {
-                let count = sums.len() / width;
-                let groups = depth.start / GROUP * GROUP_WORDS * count;
-                // SAFETY: the caller's promise.
-                let words = unsafe { activations.row(group, k / GROUP * GROUP_WORDS * count) };
-                let words = &words[groups..][..depth.len() / GROUP * GROUP_WORDS * count];
-                for (index, packed) in packed[..panels].iter().enumerate() {
-                    // SAFETY: the words are groups of as many rows; the caller's promise.
-                    unsafe {
-                        self.multiply_group::<V>(count, words, packed, &mut sums[index * SIDE..], width)
-                    };
+        // Few rows read one panel after the other, as it lies in memory; many rows share the reading of their codes.
+        let together = if rows.len() > ROWS { PANELS } else { 1 };
+        for first_panel in (0..panels).step_by(together) {
+            let packed = &mut packed[..together.min(panels - first_panel)];
+            for start in (0..k).step_by(DEPTH) {
+                let depth = start..k.min(start + DEPTH);
+                for (panel, packed) in (first_panel..).zip(packed.iter_mut()) {
+                    let first = columns.start + panel * SIDE;
+                    let lines = first..columns.end.min(first + SIDE);
+                    // SAFETY: the caller's promise.
+                    unsafe { pack_codes::<V>(&self.lines, lines, depth.clone(), buffer, packed) };
+                }
+                for (group, sums) in sums.chunks_mut(ROWS * width).enumerate() {
+                    let count = sums.len() / width;
+                    let groups = depth.start / GROUP * GROUP_WORDS * count;
+                    // SAFETY: the caller's promise.
+                    let words = unsafe { activations.row(group, k / GROUP * GROUP_WORDS * count) };
+                    let words = &words[groups..][..depth.len() / GROUP * GROUP_WORDS * count];
+                    for (panel, packed) in (first_panel..).zip(packed.iter()) {
+                        // SAFETY: the words are groups of as many rows; the caller's promise.
+                        unsafe {
+                            self.multiply_group::<V>(count, words, packed, &mut sums[panel * SIDE..], width)
+                        };
+                    }
                 }
             }
         }

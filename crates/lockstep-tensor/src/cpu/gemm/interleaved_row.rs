@@ -15,8 +15,8 @@ use super::{
 };
 use crate::cpu::simd::inlined;
 
-/// Returns the products of a row and the 16 lines of panel `index`. A function of its own, so that the formats are compiled once for each
-/// level.
+/// Computes the products of a row and the 16 lines of each panel from `first` on. A function of its own, so that the formats are compiled
+/// once for each level.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
@@ -24,15 +24,16 @@ use crate::cpu::simd::inlined;
 pub(super) unsafe fn multiply_row<V: IntegerLanes>(
     groups: &[RowGroup<1>],
     lines: &BlockLines<'_>,
-    index: usize,
-    sums: &mut [f32; SIDE],
+    first: usize,
+    sums: &mut [[f32; SIDE]],
 ) {
-    let panel = lines.panel(index);
     // SAFETY: the caller's promise.
     unsafe {
         V::compiled(inlined!(|| with_block_codec!(lines.format, Codec => {
             if Codec::HAS_INTEGER_CODES {
-                multiply_panel::<V, Codec>(groups, &panel, sums);
+                for (panel, sums) in (first..).zip(sums) {
+                    multiply_panel::<V, Codec>(groups, &lines.panel(panel), sums);
+                }
             }
         })));
     }

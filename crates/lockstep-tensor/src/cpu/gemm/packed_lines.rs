@@ -4,18 +4,18 @@ use std::ops::Range;
 
 use lockstep_plan::{
     BlockFormat,
-    block_format::{BlockCodec, PART, RUN},
+    block_format::{BlockCodec, BlockSource, PART, RUN},
     with_block_codec,
 };
 
 use super::{
     activations::{CodeForm, GROUP},
-    block_lines::{BlockLines, CHUNK, Chunk, WordBuffer},
+    block_lines::{BlockLines, CHUNK, WordBuffer},
     integer_lanes::{GROUP_UNITS, IntegerLanes},
     transpose::SIDE,
     word_lanes::WordLanes,
 };
-use crate::cpu::simd::inlined;
+use crate::{BlockLayout, cpu::simd::inlined};
 
 /// Elements of depth of the packed lines.
 pub(super) const DEPTH: usize = 2 * CHUNK;
@@ -51,49 +51,57 @@ pub(super) unsafe fn pack_codes<V: IntegerLanes>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => {
-            for start in depth.clone().step_by(CHUNK) {
-                let chunk = of.chunk(lines.clone(), start);
-                of.fetch_after(&chunk, start);
-                pack_chunk::<V, Codec>(&chunk, (start - depth.start) / GROUP, buffer, packed);
+        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => match of.layout {
+            BlockLayout::Rows => {
+                for start in depth.clone().step_by(CHUNK) {
+                    let chunk = of.chunk(lines.clone(), start);
+                    of.fetch_after(&chunk, start);
+                    for block in 0..chunk.elements / Codec::ELEMENTS {
+                        let words = buffer.read::<V::Words, Codec>(&chunk, block);
+                        pack_block::<V, Codec>(words, start - depth.start + block * Codec::ELEMENTS, packed);
+                    }
+                }
+            }
+            // Each block is decoded where it lies.
+            BlockLayout::Interleaved => {
+                let panel = of.panel(lines.start / SIDE);
+                for block in depth.start / Codec::ELEMENTS..depth.end / Codec::ELEMENTS {
+                    panel.fetch_after::<Codec>(block);
+                    let words = panel.block::<Codec>(block);
+                    pack_block::<V, Codec>(words, block * Codec::ELEMENTS - depth.start, packed);
+                }
             }
         })));
     }
 }
 
-/// Packs the blocks of a chunk from group `first` of the packed lines on.
+/// Packs a block whose first element is `element` of the packed lines.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
 #[inline(always)]
-unsafe fn pack_chunk<V: IntegerLanes, C: BlockCodec>(
-    chunk: &Chunk<'_>,
-    first: usize,
-    buffer: &mut WordBuffer,
+unsafe fn pack_block<V: IntegerLanes, C: BlockCodec>(
+    words: impl BlockSource<V::Words>,
+    element: usize,
     packed: &mut PackedLines,
 ) {
-    for block in 0..chunk.elements / C::ELEMENTS {
-        // SAFETY: the lines have the chunk's blocks; the caller's promise, here and below.
-        let words = unsafe { buffer.read::<V::Words, C>(chunk, block) };
-        let group = first + block * (C::ELEMENTS / PART);
-        for (part, units) in packed.units[group..][..C::ELEMENTS / PART].iter_mut().enumerate() {
-            for (unit, codes) in units.iter_mut().enumerate() {
-                // SAFETY: as above.
-                unsafe { C::unit(words, part, unit).store(codes) };
-            }
+    for (part, units) in packed.units[element / GROUP..][..C::ELEMENTS / PART].iter_mut().enumerate() {
+        for (unit, codes) in units.iter_mut().enumerate() {
+            // SAFETY: the caller's promise, here and below.
+            unsafe { C::unit(words, part, unit).store(codes) };
         }
-        let first_run = group * (GROUP / C::RUN_ELEMENTS);
-        C::scales(
-            words,
-            inlined!(|run, scales, offsets| {
-                // SAFETY: as above.
-                unsafe {
-                    V::Words::store_floats(scales, &mut packed.scales[first_run + run]);
-                    if let Some(offsets) = offsets {
-                        V::Words::store_floats(offsets, &mut packed.offsets[first_run + run]);
-                    }
-                }
-            }),
-        );
     }
+    let first_run = element / C::RUN_ELEMENTS;
+    C::scales(
+        words,
+        inlined!(|run, scales, offsets| {
+            // SAFETY: as above.
+            unsafe {
+                V::Words::store_floats(scales, &mut packed.scales[first_run + run]);
+                if let Some(offsets) = offsets {
+                    V::Words::store_floats(offsets, &mut packed.offsets[first_run + run]);
+                }
+            }
+        }),
+    );
 }

@@ -18,10 +18,18 @@ impl CpuLevel {
         Self::detect().run(work)
     }
 
-    /// Runs `work` compiled for this level.
+    /// Runs `work` compiled for this level. Without an [`Isa`] it has no use for bf16 instructions, so the levels that differ by them
+    /// share its code.
     #[inline(always)]
     pub(crate) fn run<R>(self, work: impl FnOnce() -> R) -> R {
-        self.run_with_isa(inlined!(|_| work()))
+        let level = match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 | Self::AmxBf16 => Self::Avx512,
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonBf16 => Self::Neon,
+            level => level,
+        };
+        level.run_with_isa(inlined!(|_| work()))
     }
 
     /// Runs `work` as [`CpuLevel::run`] does, and passes the level's [`Isa`], for code that multiplies and adds, or

@@ -43,7 +43,8 @@ impl Recorder {
     /// the queries of its latents.
     ///
     /// # Panics
-    /// If the block is recorded for training, the layer has an adapter, a head of `x` has other than `n` elements, or `x` is not sharded as the layer.
+    /// If the block is recorded for training, the layer has an adapter, a head of `x` has other than `n` elements, or `x` is not
+    /// sharded as the layer.
     #[track_caller]
     pub fn heads_to_latents(&mut self, x: Value, linear: Linear<'_>, heads: usize, rank: usize) -> Value {
         let depth = linear.out_features / heads;
@@ -61,7 +62,8 @@ impl Recorder {
     /// The latents are the first elements of each head of `x`.
     ///
     /// # Panics
-    /// If the block is recorded for training, the layer has an adapter, a head of `x` has less than `rank` elements, or `x` is not sharded as the layer.
+    /// If the block is recorded for training, the layer has an adapter, a head of `x` has less than `rank` elements, or `x` is not
+    /// sharded as the layer.
     #[track_caller]
     pub fn latents_to_heads(&mut self, x: Value, linear: Linear<'_>, heads: usize, rank: usize) -> Value {
         let width = self.columns(x) / heads;

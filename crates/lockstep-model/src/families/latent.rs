@@ -100,7 +100,6 @@ impl LlamaConfig {
     }
 
     /// Records the parts of the queries without and with rotary embedding.
-
     fn latent_queries(
         &self,
         g: &mut Recorder,

@@ -7,8 +7,9 @@ use crate::{InferError, LoadedModel};
 
 /// The pages of this rank's layers. Page `n` holds the same tokens of a sequence in every layer, on every rank.
 pub(crate) struct PagePool {
-    /// Keys and values of this rank's heads in each of its layers, `[pages, bytes of a page]`.
-    layers: Vec<[Buffer; 2]>,
+    /// Keys and values of this rank's heads in each of its layers, `[pages, bytes of a page]`; no buffer of values if the keys are the
+    /// values as well.
+    layers: Vec<[Option<Buffer>; 2]>,
     /// Index of the first of these layers in the model.
     first_layer: usize,
     stored: KvCacheType,
@@ -23,9 +24,11 @@ pub(crate) struct PagePool {
 impl PagePool {
     pub(crate) fn new(model: &LoadedModel, pages: usize) -> Result<Self, TensorError> {
         let stored = model.kv_cache;
-        let [heads, head_dim] = model.key_value_heads();
-        let page_bytes = model.queue.page_bytes(model.dtype, stored, heads, head_dim);
-        let buffer = |bytes: usize| model.arena.allocate(pages * bytes, MemoryCategory::Activations);
+        let page_bytes = model.queue.page_bytes(model.dtype, stored, model.cache_shape());
+        let buffer = |bytes: usize| {
+            let buffer = || model.arena.allocate(pages * bytes, MemoryCategory::Activations);
+            (bytes > 0).then(buffer).transpose()
+        };
         let layers = model
             .layers()
             .map(|_| Ok([buffer(page_bytes[0])?, buffer(page_bytes[1])?]))
@@ -93,8 +96,8 @@ impl PagePool {
         }
         let mut pages = full.to_vec();
         if let Some((source, target)) = copy {
-            for [keys, values] in &self.layers {
-                for (buffer, bytes) in [keys, values].into_iter().zip(self.page_bytes) {
+            for buffers in &self.layers {
+                for (buffer, bytes) in buffers.iter().flatten().zip(self.page_bytes) {
                     let view = buffer.view(DType::U8, 0, [self.pages, bytes]);
                     let page = |page: u32| view.rows(page as usize..page as usize + 1);
                     queue.cast(page(source), page(target));
@@ -111,12 +114,10 @@ impl PagePool {
     /// If another rank runs the layer.
     pub(crate) fn layer<'a>(&'a self, layer: usize, batch: &BatchTables<'a>) -> PagedCache<'a> {
         let [keys, values] = [0, 1].map(|operand| {
-            self.layers[layer - self.first_layer][operand].view(
-                DType::U8,
-                0,
-                [self.pages, self.page_bytes[operand]],
-            )
+            let buffer = self.layers[layer - self.first_layer][operand].as_ref()?;
+            Some(buffer.view(DType::U8, 0, [self.pages, self.page_bytes[operand]]))
         });
+        let keys = keys.expect("a page of every cache has keys");
         let BatchTables { row_starts, cached, pages } = *batch;
         PagedCache { stored: self.stored, keys, values, row_starts, cached, pages }
     }

@@ -8,7 +8,7 @@ use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{ContextPlace, DType, KvCacheType, MemoryBytes, MemoryCategory, Places};
-use lockstep_tensor::{Arena, BlockActivations, DiskTraffic, Queue, Summation};
+use lockstep_tensor::{Arena, BlockActivations, CacheShape, DiskTraffic, Queue, Summation};
 
 use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
@@ -160,16 +160,14 @@ impl LoadedModel {
         units.start.saturating_sub(1)..(units.end - 1).min(layers)
     }
 
-    /// Returns the key/value heads of each layer on this rank, and their width. Ranks that outnumber the heads share them.
-    pub(crate) fn key_value_heads(&self) -> [usize; 2] {
-        let ranks = self.ranks.groups().tensor_place().ranks;
-        [self.config.num_key_value_heads().div_ceil(ranks), self.config.head_dim()]
+    /// Returns the shape of each layer's cache on this rank.
+    pub(crate) fn cache_shape(&self) -> CacheShape {
+        self.config.cache_shape().of_rank(self.ranks.groups().tensor_place().ranks)
     }
 
     /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
     pub fn kv_cache_bytes(&self, context: usize) -> u64 {
-        self.layers().len() as u64
-            * kv_layer_bytes((self.dtype, self.kv_cache), self.key_value_heads(), context)
+        self.layers().len() as u64 * kv_layer_bytes((self.dtype, self.kv_cache), self.cache_shape(), context)
     }
 
     /// Returns the type of the weights and activations.

@@ -4,7 +4,7 @@ use lockstep_engine::Runner;
 use lockstep_graph::{BlockShape, Mode, Program, RecomputeRules, Statistics};
 use lockstep_model::{Flops, HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, KvCacheType, Places, StageMemory, booked_bytes};
-use lockstep_tensor::{CpuLevel, PAGE_TOKENS, page_bytes};
+use lockstep_tensor::{CacheShape, CpuLevel, PAGE_TOKENS, page_bytes};
 
 use crate::InferError;
 
@@ -102,17 +102,17 @@ impl RunMemory {
 /// Returns the bytes of the cached keys and values of one sequence of `context` tokens: whole pages.
 pub(crate) fn kv_cache_bytes(config: &ModelConfig, types: (DType, KvCacheType), context: usize) -> u64 {
     let layers = config.num_hidden_layers();
-    layers as u64 * kv_layer_bytes(types, [config.num_key_value_heads(), config.head_dim()], context)
+    layers as u64 * kv_layer_bytes(types, config.cache_shape(), context)
 }
 
-/// Returns the bytes of the cached keys and values of one sequence in one layer of `heads` heads of `head_dim` elements, for a
-/// computation in one type and a cache of the other.
+/// Returns the bytes of the cached keys and values of one sequence in one layer with a cache of `shape`, for a computation in one
+/// type and a cache of the other.
 pub(crate) fn kv_layer_bytes(
     (dtype, kv_cache): (DType, KvCacheType),
-    [heads, head_dim]: [usize; 2],
+    shape: CacheShape,
     context: usize,
 ) -> u64 {
-    let page: usize = page_bytes(CpuLevel::detect(), dtype, kv_cache, heads, head_dim).iter().sum();
+    let page: usize = page_bytes(CpuLevel::detect(), dtype, kv_cache, shape).iter().sum();
     (context.div_ceil(PAGE_TOKENS) * page) as u64
 }
 

@@ -17,7 +17,7 @@ impl ModelConfig {
             key_value_heads: sizes.key_value_heads,
             hidden: sizes.hidden,
             intermediate: sizes.intermediate,
-            has_latent_attention: sizes.has_latent_attention,
+            has_latent_attention: sizes.latent_dim.is_some(),
             norms_span_heads: sizes.norms_span_heads,
             vocab: sizes.vocab,
             has_inputs: !self.model().inputs().is_empty(),

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use lockstep_graph::{Constant, InputDeclaration, Recorder, Split, Value};
 use lockstep_plan::ParameterRecord;
+use lockstep_tensor::{CacheShape, CachedVectors};
 use serde_json::{Map, Value as Json};
 
 use crate::config::{ExpertsConfig, SpecialTokens};
@@ -97,12 +98,24 @@ pub struct Sizes {
     pub original_positions: Option<usize>,
     /// Number of positions that a position sees, itself included; `None` means all before it.
     pub window: Option<usize>,
-    /// True if keys and values are projected from a latent vector that all heads share.
-    pub has_latent_attention: bool,
+    /// Elements of the latent vector that keys and values of all heads are projected from, with the rotary part of the keys; `None` if
+    /// keys and values are projected from the residual stream.
+    pub latent_dim: Option<usize>,
     /// True if queries and keys have norms over all heads together.
     pub norms_span_heads: bool,
     /// True if the layers of experts have biases.
     pub experts_have_biases: bool,
+}
+
+impl Sizes {
+    /// Returns the shape of a layer's key-value cache on one rank.
+    pub fn cache_shape(&self) -> CacheShape {
+        let (key_value_heads, head_dim, vectors) = match self.latent_dim {
+            Some(latent) => (1, latent, CachedVectors::Shared),
+            None => (self.key_value_heads, self.head_dim, CachedVectors::KeyAndValue),
+        };
+        CacheShape { key_value_heads, head_dim, vectors }
+    }
 }
 
 /// A model: its units, the placement of its parameters, and its configuration.

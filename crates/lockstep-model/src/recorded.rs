@@ -379,6 +379,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+    use crate::{Adapter, LoraConfig, LoraScaling};
 
     #[test]
     fn names_are_unique_and_units_ascend() {
@@ -407,6 +408,37 @@ mod tests {
                 "{name}"
             );
             assert_eq!(head.shape, records[0].shape, "{name}");
+        }
+    }
+
+    /// Latent attention is recorded in two forms.
+    #[test]
+    fn both_modes_record_the_same_parameters() {
+        let config = ModelConfig::preset("deepseek-v3").expect("a preset");
+        let adapter = |target: &str| {
+            let (targets, scaling) = (vec![target.to_owned()], LoraScaling::Standard);
+            let lora = LoraConfig { rank: 8, alpha: 8.0, dropout: 0.0, scaling, targets };
+            Adapter::new(lora, &config).expect("a target")
+        };
+        for adapter in [None, Some(adapter("o_proj")), Some(adapter("kv_a_proj_with_mqa"))] {
+            let tuning = Tuning { adapter, ..Tuning::default() };
+            let records = |mode| {
+                let options = RecordingOptions {
+                    mode,
+                    shape: BlockShape { sequences: 1, seq_len: 2, dtype: DType::F32 },
+                    recompute: RecomputeRules::default(),
+                    head_output: HeadOutput::Logits,
+                    statistics: Statistics::of(mode),
+                    places: Places::default(),
+                };
+                let recorded =
+                    RecordedModel::tuned_with_flops(&config, &tuning, options, Some(Flops::default()));
+                recorded.records().iter().map(|record| (record.name.clone(), record.shape.clone())).collect()
+            };
+            let [inference, training]: [Vec<_>; 2] = [Mode::Inference, Mode::Training].map(records);
+            let differs = inference.iter().zip(&training).find(|(inference, training)| inference != training);
+            assert_eq!(differs, None, "{:?}", tuning.adapter.map(|adapter| adapter.config().targets.clone()));
+            assert_eq!(inference.len(), training.len());
         }
     }
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, KvCacheType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
-    Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, CopyKernels, CpuQueue, Dropout,
-    PAGE_TOKENS, PagedCache, Queue, Tensor, TokenSpan, Write,
+    Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, CacheShape, CachedVectors,
+    CopyKernels, CpuQueue, Dropout, PAGE_TOKENS, PagedCache, Queue, Tensor, TokenSpan, Write,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -202,7 +202,11 @@ fn decode(c: &mut Criterion) {
             dropout: None,
             variant: AttentionVariant::default(),
         };
-        let page_bytes = queue.page_bytes(dtype, stored, key_value_heads, head_dim);
+        let page_bytes = queue.page_bytes(
+            dtype,
+            stored,
+            CacheShape { key_value_heads, head_dim, vectors: CachedVectors::KeyAndValue },
+        );
         // Any bytes are numbers: speed does not depend on them, unless they are subnormal.
         let [keys, values] = page_bytes.map(|bytes| {
             let bytes = vec![0x3e_u8; SEQUENCES * PAGES * bytes];
@@ -227,7 +231,7 @@ fn decode(c: &mut Criterion) {
                 let cache = PagedCache {
                     stored,
                     keys: keys.view(),
-                    values: values.view(),
+                    values: Some(values.view()),
                     row_starts: row_starts.view(),
                     cached: cached.view(),
                     pages: tables[turn].view(),

@@ -43,13 +43,14 @@ pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
 pub use kernels::{
     Activation, AdamW, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite,
-    BatchNorm, BatchNormKernels, BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix, Conv2d,
-    ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels, ExpertGroups,
-    GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion,
-    LossKernels, Matrix, Muon, NormKernels, OptimizerKernels, PAGE_TOKENS, PagedCache, Permutation,
-    PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, RmsNorm, RotaryKernels, Rotation, Rounding,
-    Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, RunningStatistics,
-    Sgd, Summation, TokenPositions, TokenSpan, Window2d, Write, alibi_slopes, document_ends,
+    BatchNorm, BatchNormKernels, BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix,
+    CacheShape, CachedVectors, Conv2d, ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels,
+    EmbeddingKernels, ExpertGroups, GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm,
+    HeadKernels, HeadProduct, Kernels, LayerNorm, Lion, LossKernels, Matrix, Muon, NormKernels,
+    OptimizerKernels, PAGE_TOKENS, PagedCache, Permutation, PermutationKernels, Pool2d, PoolKernels,
+    QuantizationKernels, RmsNorm, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
+    RouterOutputs, RouterScores, RouterWeights, RunningStatistics, Sgd, Summation, TokenPositions, TokenSpan,
+    Window2d, Write, alibi_slopes, document_ends,
 };
 pub use mapped::{MappedFile, MappedTensors};
 pub use named_tensor::{INPUT_IDS, LABELS, NamedTensor, TensorData, find_tensor, is_name_of};

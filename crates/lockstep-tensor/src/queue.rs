@@ -2,7 +2,7 @@
 
 use lockstep_plan::{DType, KvCacheType};
 
-use crate::{BlockActivations, CpuLevel, Event, F32Products, Kernels, Summation, Workers};
+use crate::{BlockActivations, CacheShape, CpuLevel, Event, F32Products, Kernels, Summation, Workers};
 
 /// A queue of a device: kernels run in the order in which they are called.
 pub trait Queue: Kernels {
@@ -33,14 +33,8 @@ pub trait Queue: Kernels {
     fn set_block_activations(&mut self, activations: BlockActivations);
 
     /// Returns the bytes of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens, for a
-    /// computation in `dtype` and a cache of type `stored`.
-    fn page_bytes(
-        &self,
-        dtype: DType,
-        stored: KvCacheType,
-        key_value_heads: usize,
-        head_dim: usize,
-    ) -> [usize; 2];
+    /// computation in `dtype` and a cache of type `stored`; 0 bytes of values if the keys are the values as well.
+    fn page_bytes(&self, dtype: DType, stored: KvCacheType, shape: CacheShape) -> [usize; 2];
 
     /// Returns the number of compute threads of the host.
     fn threads(&self) -> usize {

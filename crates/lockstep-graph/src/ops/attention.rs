@@ -13,7 +13,7 @@ use lockstep_tensor::{
 #[cfg(feature = "faults")]
 use crate::faults::Fault;
 use crate::{
-    block::{DropoutSite, ParameterIndex, SequenceRange, Value, ValueInfo},
+    block::{DropoutSite, Mode, ParameterIndex, SequenceRange, Value, ValueInfo},
     context::spans,
     facts::Facts,
     op::Op,
@@ -115,7 +115,8 @@ pub(crate) enum KeySource {
 }
 
 impl Recorder {
-    /// Records attention of queries `q [heads · head_dim]` to keys `k` and values `v [key_value_heads · head_dim]`.
+    /// Records attention of queries `q [heads · head_dim]` to keys `k` and values `v [key_value_heads · head_dim]`. In inference `k`
+    /// and `v` may be the same value; a cache then holds it once.
     ///
     /// # Panics
     /// If the shapes or placements of queries, keys and values do not match, or an option has not one element for each
@@ -145,6 +146,10 @@ impl Recorder {
             (Placement::ShardColumns { parts }, Placement::ShardColumns { parts: of_keys }) => {
                 parts == ranks && key_value_heads.is_multiple_of(of_keys)
             }
+            // Every rank computes the only key head.
+            (Placement::ShardColumns { parts }, Placement::Replicate) => {
+                parts == ranks && key_value_heads == 1 && self.mode() == Mode::Inference
+            }
             (Placement::ShardBlocks(grid), Placement::ShardBlocks(_)) => {
                 heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
             }
@@ -158,6 +163,7 @@ impl Recorder {
             describe(k),
             describe(v)
         );
+        assert!(k != v || self.mode() == Mode::Inference, "attention: keys that are values have no backward");
         let AttentionOptions { key_mask, alibi_slopes, .. } = options;
         for (what, value, elements) in
             [("key mask", key_mask, self.shape.seq_len), ("slopes", alibi_slopes, heads)]
@@ -430,7 +436,7 @@ impl AttentionOperation {
         let of_queries = |view| split_heads(view, heads, head_dim);
         let [k, v] = [k, v].map(|view| split_heads(view, key_value_heads, head_dim));
         let queue = run.queue();
-        queue.append_to_cache(cache, key_value_heads, k, v);
+        queue.append_to_cache(cache, key_value_heads, k, (self.k != self.v).then_some(v));
         let geometry = self.geometry(run, spans);
         queue.cached_attention(&geometry, cache, of_queries(q), of_queries(y), self.softmax_statistic(run));
     }

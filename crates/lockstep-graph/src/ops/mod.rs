@@ -21,6 +21,7 @@ mod gate_rows;
 mod gated;
 mod gelu;
 mod grouped_linear;
+mod head_product;
 mod heads;
 mod image_tokens;
 mod layer_norm;

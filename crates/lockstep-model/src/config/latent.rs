@@ -44,6 +44,11 @@ impl LatentAttention {
         self.plain_dim.saturating_add(self.rotary_dim)
     }
 
+    /// Returns the number of elements that a cache holds for a token: the latent and the rotary part of the keys.
+    pub fn cached_dim(&self) -> usize {
+        self.key_value_rank.saturating_add(self.rotary_dim)
+    }
+
     pub(super) fn write(&self, table: &mut Map<String, Value>) {
         let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
         put("q_lora_rank", json!(self.query_rank));

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use lockstep_plan::DType;
+use lockstep_tensor::CacheShape;
 use serde_json::{Map, Value, json};
 
 use super::experts::ExpertsConfig;
@@ -234,6 +235,11 @@ impl ModelConfig {
     /// Number of key/value heads of a block; each serves `num_attention_heads / num_key_value_heads` query heads.
     pub fn num_key_value_heads(&self) -> usize {
         self.0.sizes().key_value_heads
+    }
+
+    /// Shape of a layer's key-value cache on one rank.
+    pub fn cache_shape(&self) -> CacheShape {
+        self.0.sizes().cache_shape()
     }
 
     /// Number of elements of one head.

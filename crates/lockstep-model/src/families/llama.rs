@@ -16,8 +16,8 @@ use serde_json::{Map, Value as Json};
 
 use super::experts::ExpertNames;
 use crate::config::{
-    Classes, ExpertsConfig, INVERSE_FREQUENCIES, LOCAL_INVERSE_FREQUENCIES, LlamaConfig, LlamaFamily,
-    NormPlacement, NormScale, QueryKeyNorm, Rope, SpecialTokens,
+    Classes, ExpertsConfig, INVERSE_FREQUENCIES, LOCAL_INVERSE_FREQUENCIES, LatentAttention, LlamaConfig,
+    LlamaFamily, NormPlacement, NormScale, QueryKeyNorm, Rope, SpecialTokens,
 };
 use crate::error::ConfigProblem;
 use crate::hf_tensor::HfTensor;
@@ -277,7 +277,7 @@ impl Model for LlamaConfig {
             window: self
                 .sliding_window
                 .filter(|_| !(0..self.num_hidden_layers).any(|layer| self.is_full(layer))),
-            has_latent_attention: self.latent.is_some(),
+            latent_dim: self.latent.as_ref().map(LatentAttention::cached_dim),
             norms_span_heads: self.family.traits().qk_norm == QueryKeyNorm::OfAll,
             experts_have_biases: self.experts.is_some() && self.expert_names().have_biases(),
         }

@@ -1,15 +1,15 @@
 //! Concatenation and slicing of heads: the parts of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024,
-//! section 2.1) that are not GEMMs.
+//! section 2.1) that are not GEMMs of whole rows.
 //!
 //! Its queries and keys have a part with rotary position embedding and one without; the rotary part of the keys is
 //! shared by all heads. Its values are narrower than its queries and keys.
 
 use super::{
-    CpuQueue,
+    CpuQueue, attention,
     operands::{Operand, check_disjoint, expect},
     simd::{BLOCK, Block, Float, add_to, inlined, with_float},
 };
-use crate::{HeadKernels, View};
+use crate::{HeadKernels, HeadProduct, View};
 
 /// Returns the number of tokens, of heads, and the width of a head.
 fn heads_of(name: &str, view: View<'_>) -> [usize; 3] {
@@ -91,6 +91,10 @@ impl HeadKernels for CpuQueue {
                 beyond.fill(T::store(0.0));
             }));
         });
+    }
+
+    fn multiply_heads(&self, product: HeadProduct<'_>) {
+        attention::multiply_heads(self, product);
     }
 }
 

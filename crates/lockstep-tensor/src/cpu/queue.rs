@@ -9,7 +9,9 @@ use super::{
     gemm::Scratch,
     pool::{Pool, Workers},
 };
-use crate::{Arena, BlockActivations, CpuLevel, Event, F32Products, Kernels, Queue, Summation, TensorError};
+use crate::{
+    Arena, BlockActivations, CacheShape, CpuLevel, Event, F32Products, Kernels, Queue, Summation, TensorError,
+};
 
 /// A queue that runs every kernel before it returns.
 pub struct CpuQueue {
@@ -94,14 +96,8 @@ impl Queue for CpuQueue {
         self.block_activations = activations;
     }
 
-    fn page_bytes(
-        &self,
-        dtype: DType,
-        stored: KvCacheType,
-        key_value_heads: usize,
-        head_dim: usize,
-    ) -> [usize; 2] {
-        page_bytes(self.level, dtype, stored, key_value_heads, head_dim)
+    fn page_bytes(&self, dtype: DType, stored: KvCacheType, shape: CacheShape) -> [usize; 2] {
+        page_bytes(self.level, dtype, stored, shape)
     }
 }
 

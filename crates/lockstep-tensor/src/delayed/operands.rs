@@ -6,9 +6,9 @@ use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
     Activation, AdamW, Attention, AttentionVariant, AttentionWrite, BatchNorm, BlockGemm, BlockMatrix,
-    Conv2d, DeviceMemory, Dropout, GatedActivation, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, MemoryLocation,
-    Muon, PagedCache, Permutation, Pool2d, RmsNorm, Rotation, Router, RouterGradients, RouterOutputs,
-    RunningStatistics, Sgd, Shape, TokenPositions, View, Write,
+    Conv2d, DeviceMemory, Dropout, GatedActivation, Gelu, Gemm, GroupedGemm, HeadProduct, LayerNorm, Lion,
+    Matrix, MemoryLocation, Muon, PagedCache, Permutation, Pool2d, RmsNorm, Rotation, Router,
+    RouterGradients, RouterOutputs, RunningStatistics, Sgd, Shape, TokenPositions, View, Write,
 };
 
 /// The memory that a job uses.
@@ -112,6 +112,17 @@ impl Late for BlockMatrix<'_> {
     }
 }
 
+impl Late for Matrix<'_> {
+    type Late = Matrix<'static>;
+
+    fn late(self, operands: &mut Operands) -> Matrix<'static> {
+        match self {
+            Self::Dense(numbers) => Matrix::Dense(numbers.late(operands)),
+            Self::Blocks(blocks) => Matrix::Blocks(blocks.late(operands)),
+        }
+    }
+}
+
 impl<T: Late> Late for Option<T> {
     type Late = Option<T::Late>;
 
@@ -172,6 +183,7 @@ with_views! {
     Dropout { keys }
     Gemm { a, b, c, bias }
     GroupedGemm { a, b, c, bias, offsets }
+    HeadProduct { x, weight, y }
     LayerNorm { x, weight, mean, rstd }
     Lion { parameter, gradient, exp_avg, rounded }
     Muon { parameter, gradient, momentum_buffer, rounded }

@@ -11,13 +11,13 @@ use super::{
 };
 use crate::{
     Activation, AdamW, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels,
-    BlockActivations, BlockGemm, BlockKernels, BlockMatrix, Conv2d, ConvolutionKernels, CopyKernels,
-    CpuLevel, CpuQueue, Device, DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event,
-    F32Products, GatedActivation, Gelu, Gemm, GemmKernels, GroupedGemm, HeadKernels, Kernels, LayerNorm,
-    Lion, LossKernels, Muon, NormKernels, OptimizerKernels, PagedCache, Pending, Permutation,
-    PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm, RotaryKernels, Rotation,
-    Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd, Summation, TensorError,
-    TokenPositions, View, Workers, Write,
+    BlockActivations, BlockGemm, BlockKernels, BlockMatrix, CacheShape, Conv2d, ConvolutionKernels,
+    CopyKernels, CpuLevel, CpuQueue, Device, DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels,
+    Event, F32Products, GatedActivation, Gelu, Gemm, GemmKernels, GroupedGemm, HeadKernels, HeadProduct,
+    Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, PagedCache, Pending,
+    Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm, RotaryKernels,
+    Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd, Summation,
+    TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -116,14 +116,8 @@ impl Queue for DelayedQueue {
         Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_block_activations(activations);
     }
 
-    fn page_bytes(
-        &self,
-        dtype: DType,
-        stored: KvCacheType,
-        key_value_heads: usize,
-        head_dim: usize,
-    ) -> [usize; 2] {
-        self.cpu.page_bytes(dtype, stored, key_value_heads, head_dim)
+    fn page_bytes(&self, dtype: DType, stored: KvCacheType, shape: CacheShape) -> [usize; 2] {
+        self.cpu.page_bytes(dtype, stored, shape)
     }
 }
 
@@ -215,6 +209,7 @@ families! {
         join_heads(own: View<'_>, tail: View<'_>, y: View<'_>);
         join_heads_backward(dy: View<'_>, down: View<'_>, dtail: View<'_>);
         resize_heads(x: View<'_>, y: View<'_>);
+        multiply_heads(product: HeadProduct<'_>);
     }
     AttentionKernels {
         attention[attention: Attention<'_>](
@@ -227,7 +222,7 @@ families! {
         attention_sinks_backward[attention: Attention<'_>](
             out: View<'_>, log_sum_exp: View<'_>, dout: View<'_>, dsinks: View<'_>
         );
-        append_to_cache(cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: View<'_>);
+        append_to_cache(cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: Option<View<'_>>);
         cached_attention[attention: Attention<'_>](
             cache: PagedCache<'_>, q: View<'_>, out: View<'_>, log_sum_exp: View<'_>
         );

@@ -65,6 +65,36 @@ pub struct Attention<'a> {
 /// Tokens of a page of a key-value cache.
 pub const PAGE_TOKENS: usize = 64;
 
+/// The vectors that a key-value cache holds for each token and key head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CachedVectors {
+    /// A key and a value.
+    KeyAndValue,
+    /// One vector, which is the key and the value: the latent of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024,
+    /// section 2.1) with the rotary part of the key.
+    Shared,
+}
+
+/// The shape of a layer's key-value cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CacheShape {
+    /// Number of key heads.
+    pub key_value_heads: usize,
+    /// Elements of a vector.
+    pub head_dim: usize,
+    /// Vectors of each token and key head.
+    pub vectors: CachedVectors,
+}
+
+impl CacheShape {
+    /// Returns the part of a rank among `ranks` tensor-parallel ones. Ranks that outnumber the heads hold the same ones, so a
+    /// single head is on every rank.
+    #[must_use]
+    pub fn of_rank(self, ranks: usize) -> Self {
+        Self { key_value_heads: self.key_value_heads.div_ceil(ranks), ..self }
+    }
+}
+
 /// A batch of sequences with the pages of their key-value caches, for one layer (Kwon et al., PagedAttention, 2023). The queue
 /// determines the order of the elements in a page and their bytes ([`Queue::page_bytes`](crate::Queue::page_bytes)).
 #[derive(Debug, Clone, Copy)]
@@ -73,8 +103,8 @@ pub struct PagedCache<'a> {
     pub stored: KvCacheType,
     /// Pages of keys, u8 `[pages, bytes of a page]`.
     pub keys: View<'a>,
-    /// Pages of values, u8 `[pages, bytes of a page]`.
-    pub values: View<'a>,
+    /// Pages of values, u8 `[pages, bytes of a page]`; `None` if the keys are the values as well.
+    pub values: Option<View<'a>>,
     /// First row of each sequence in the batch, then the end of the last one, u32 `[sequences + 1]`.
     pub row_starts: View<'a>,
     /// Tokens of each sequence that were cached before this batch, u32 `[sequences]`.
@@ -82,6 +112,13 @@ pub struct PagedCache<'a> {
     /// Pages of each sequence in the order of its tokens, u32 `[sequences, most pages of one]`; entries beyond its last token
     /// are not read.
     pub pages: View<'a>,
+}
+
+impl PagedCache<'_> {
+    /// Returns the vectors of each token and key head.
+    pub fn vectors(&self) -> CachedVectors {
+        if self.values.is_some() { CachedVectors::KeyAndValue } else { CachedVectors::Shared }
+    }
 }
 
 /// Overwrite or accumulate, for each result of [`AttentionKernels::attention_backward`].
@@ -159,12 +196,19 @@ pub trait AttentionKernels {
     );
 
     /// Writes the keys and values of new tokens, `[rows, key_value_heads, head_dim]`, to the pages of their sequences, in the
-    /// type of the cache. A page is overwritten as a whole when its first token is written.
+    /// type of the cache. A page is overwritten as a whole when its first token is written. Where keys are the values as well, there
+    /// is no `v`.
     ///
     /// # Panics
-    /// If a sequence has not enough pages, the pages have another size, or the cache holds no numbers of this type
-    /// ([`KvCacheType::holds`]).
-    fn append_to_cache(&self, cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: View<'_>);
+    /// If a sequence has not enough pages, the pages have another size, the cache has values and `v` is `None` or the reverse, or
+    /// the cache holds no numbers of this type ([`KvCacheType::holds`]).
+    fn append_to_cache(
+        &self,
+        cache: PagedCache<'_>,
+        key_value_heads: usize,
+        k: View<'_>,
+        v: Option<View<'_>>,
+    );
 
     /// Computes the attention of the rows of a batch, `[rows, heads, head_dim]`, to all tokens of their own sequence up to
     /// themselves, which are in the cache and are read as they are stored. Of `attention` the heads, scale, window and variant count; its spans of tokens are

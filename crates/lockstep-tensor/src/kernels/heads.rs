@@ -1,6 +1,6 @@
 //! Kernels that work on the heads of queries, keys and values: rotary position embedding, concatenation and slicing.
 
-use crate::View;
+use crate::{GemmLayout, Matrix, View};
 
 /// Direction of a rotary embedding; the backward is the rotation by the opposite angle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -38,7 +38,21 @@ pub trait RotaryKernels {
     );
 }
 
-/// Concatenation and slicing of heads. Part of [`Kernels`](crate::Kernels).
+/// Products of heads, each with a matrix of its own: `y_h = x_h · W_hᵀ` or `y_h = x_h · W_h`, summed in f32 along the depth and
+/// rounded once. A row's bits do not depend on the other rows.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadProduct<'a> {
+    /// [`NT`](GemmLayout::NT): `W [heads · b, a]`. [`NN`](GemmLayout::NN): `W [heads · a, b]`.
+    pub layout: GemmLayout,
+    /// `[T, heads, at least a]`: the first `a` elements of each head are multiplied.
+    pub x: View<'a>,
+    /// The matrices of all heads, one below the other, of the type of `x` or quantized.
+    pub weight: Matrix<'a>,
+    /// Output `[T, heads, b]`, of the type of `x`.
+    pub y: View<'a>,
+}
+
+/// Concatenation, slicing and products of heads. Part of [`Kernels`](crate::Kernels).
 pub trait HeadKernels {
     /// Concatenates two parts of each head: `y [T, heads, a + b]` of `own [T, heads, a]` and `tail [T, heads, b]`. A
     /// tail of `[T, 1, b]` is shared by all heads.
@@ -50,4 +64,10 @@ pub trait HeadKernels {
     /// Truncates or zero-pads each head: `y [T, heads, b]` has the first elements of each head of `x [T, heads, a]`,
     /// then zeros. With the shapes exchanged it is its own backward.
     fn resize_heads(&self, x: View<'_>, y: View<'_>);
+
+    /// Multiplies each head by its own matrix; see [`HeadProduct`].
+    ///
+    /// # Panics
+    /// If the shapes or types do not fit each other, or the layout is [`TN`](GemmLayout::TN).
+    fn multiply_heads(&self, product: HeadProduct<'_>);
 }

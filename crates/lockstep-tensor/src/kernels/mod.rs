@@ -22,7 +22,10 @@ mod norm;
 mod optimizer;
 mod pool;
 
-pub use attention::{Attention, AttentionKernels, AttentionWrite, PAGE_TOKENS, PagedCache, TokenSpan};
+pub use attention::{
+    Attention, AttentionKernels, AttentionWrite, CacheShape, CachedVectors, PAGE_TOKENS, PagedCache,
+    TokenSpan,
+};
 pub use attention_variant::{AttentionDirection, AttentionVariant, alibi_slopes, document_ends};
 pub use batch_norm::{BatchNorm, BatchNormKernels, RunningStatistics};
 pub(crate) use blocks::interleaved_bytes;
@@ -36,7 +39,7 @@ pub use experts::{
     RouterScores, RouterWeights,
 };
 pub use gemm::{Gemm, GemmKernels, GemmLayout, GroupedGemm, Summation, Write};
-pub use heads::{HeadKernels, RotaryKernels, Rotation};
+pub use heads::{HeadKernels, HeadProduct, RotaryKernels, Rotation};
 pub use loss::LossKernels;
 pub use norm::{LayerNorm, NormKernels, RmsNorm};
 pub use optimizer::{AdamW, Lion, Muon, OptimizerKernels, Rounding, Sgd};

@@ -16,7 +16,7 @@ use super::{
     worker::Worker,
 };
 use crate::{
-    Attention, CpuLevel, PagedCache, TokenSpan,
+    Attention, CacheShape, CpuLevel, PagedCache, TokenSpan,
     cpu::{
         operands::Operand,
         simd::{Float, inlined},
@@ -52,8 +52,10 @@ impl<'a> Sequences<'a> {
         [key_value_heads, head_dim]: [usize; 2],
         rows: usize,
     ) -> Self {
-        let format = page_format(level, dtype, cache.stored, head_dim);
-        for (view, bytes) in [cache.keys, cache.values].into_iter().zip(format.head_bytes()) {
+        let shape = CacheShape { key_value_heads, head_dim, vectors: cache.vectors() };
+        let format = page_format(level, dtype, cache.stored, shape);
+        let held = || [Some(cache.keys), cache.values].into_iter().flatten().zip(format.head_bytes());
+        for (view, bytes) in held() {
             assert!(
                 view.dtype() == DType::U8 && view.elements().is_multiple_of(key_value_heads * bytes),
                 "a cache of pages of {key_value_heads} times {bytes} bytes is {view:?}"
@@ -73,8 +75,7 @@ impl<'a> Sequences<'a> {
             pages.len()
         );
         let new = Self { row_starts, cached, pages, format, key_value_heads };
-        let held = [cache.keys, cache.values].into_iter().zip(format.head_bytes());
-        let available = held.map(|(view, bytes)| view.elements() / (key_value_heads * bytes)).min();
+        let available = held().map(|(view, bytes)| view.elements() / (key_value_heads * bytes)).min();
         let available = available.unwrap_or(0);
         for sequence in 0..sequences {
             let NewTokens { rows, cached, table } = new.get(sequence);
@@ -132,10 +133,15 @@ impl<'a> Sequences<'a> {
 pub(super) struct Append<'a, T> {
     pub(super) sequences: Sequences<'a>,
     pub(super) head_dim: usize,
-    /// New keys and values, `[rows, key_value_heads, head_dim]`.
-    pub(super) new: [&'a [T]; 2],
-    /// Pages of keys and of values.
-    pub(super) caches: [Operand<'a, u8>; 2],
+    /// Keys, then values if the cache has them.
+    pub(super) operands: [Option<NewVectors<'a, T>>; 2],
+}
+
+/// New keys or values.
+pub(super) struct NewVectors<'a, T> {
+    /// `[rows, key_value_heads, head_dim]`.
+    pub(super) vectors: &'a [T],
+    pub(super) pages: Operand<'a, u8>,
 }
 
 impl<T: Float> Worker for Append<'_, T> {
@@ -157,18 +163,18 @@ impl<T: Float> Worker for Append<'_, T> {
         while row < rows.end {
             let slot = token % BLOCK;
             let len = (BLOCK - slot).min(rows.end - row);
-            for operand in [0, 1] {
+            for (operand, new) in self.operands.iter().flatten().enumerate() {
                 let start = table.start(operand, key_head, token / BLOCK);
                 let bytes = format.head_bytes()[operand];
                 // SAFETY: sequences have pages of their own, and a task has a key head of its own.
-                let part = unsafe { self.caches[operand].write(start..start + bytes) };
+                let part = unsafe { new.pages.write(start..start + bytes) };
                 if slot == 0 {
                     part.fill(0);
                 }
                 let (elements, scales) = part.split_at_mut(format.element_bytes()[operand]);
                 for index in 0..len {
                     let first = ((row + index) * heads + key_head) * self.head_dim;
-                    let vector = &self.new[operand][first..first + self.head_dim];
+                    let vector = &new.vectors[first..first + self.head_dim];
                     store::<V, T>(format, operand, slot + index, vector, (elements, scales), scratch);
                 }
             }

@@ -13,7 +13,7 @@ use super::tiles::DotProducts;
 use super::x86;
 use super::{
     backward::Backward,
-    cached::{Append, Batch, Sequences},
+    cached::{Append, Batch, NewVectors, Sequences},
     forward::Forward,
     geometry::Geometry,
     output::Output,
@@ -130,19 +130,31 @@ impl AttentionKernels for CpuQueue {
         with_float!(q.dtype(), T => run(self, &work!(T)));
     }
 
-    fn append_to_cache(&self, cache: PagedCache<'_>, key_value_heads: usize, k: View<'_>, v: View<'_>) {
-        let PagedCache { row_starts, cached, pages, .. } = cache;
-        check_disjoint(&[cache.keys, cache.values], &[k, v, row_starts, cached, pages]);
+    fn append_to_cache(
+        &self,
+        cache: PagedCache<'_>,
+        key_value_heads: usize,
+        k: View<'_>,
+        v: Option<View<'_>>,
+    ) {
+        let PagedCache { keys, values, row_starts, cached, pages, .. } = cache;
+        assert_eq!(values.is_some(), v.is_some(), "a cache with values gets new ones, and no other does");
+        let (value_pages, new_values) = (values.unwrap_or(keys), v.unwrap_or(k));
+        check_disjoint(&[keys], &[k, new_values, row_starts, cached, pages]);
+        check_disjoint(&[value_pages], &[k, new_values, row_starts, cached, pages]);
+        values.into_iter().for_each(|values| check_disjoint(&[keys, values], &[]));
         let [rows, _, head_dim] = heads_of("keys", k);
         let sequences = Sequences::new((self.level, k.dtype()), &cache, [key_value_heads, head_dim], rows);
-        expect_elements(rows * key_value_heads * head_dim, &[("k", k), ("v", v)]);
-        with_float!(k.dtype(), T => run(self, &Append::<T> {
-            sequences,
-            head_dim,
-            // SAFETY: the pages overlap no other operand, as just checked.
-            new: unsafe { [k.slice(), v.slice()] },
-            caches: [cache.keys, cache.values].map(Operand::new),
-        }));
+        expect_elements(rows * key_value_heads * head_dim, &[("k", k), ("v", new_values)]);
+        with_float!(k.dtype(), T => {
+            let operands = [Some((k, keys)), v.zip(values)].map(|new| {
+                // SAFETY: the pages overlap no other operand, as just checked.
+                new.map(|(vectors, pages)| unsafe {
+                    NewVectors::<T> { vectors: vectors.slice(), pages: Operand::new(pages) }
+                })
+            });
+            run(self, &Append::<T> { sequences, head_dim, operands });
+        });
     }
 
     fn cached_attention(
@@ -154,6 +166,7 @@ impl AttentionKernels for CpuQueue {
         log_sum_exp: View<'_>,
     ) {
         let PagedCache { keys, values, row_starts, cached, pages, .. } = cache;
+        let values = values.unwrap_or(keys);
         check_operands(attention, &[out, log_sum_exp], &[q, keys, values, row_starts, cached, pages]);
         let AttentionVariant { document_ends, key_mask, .. } = attention.variant;
         assert!(

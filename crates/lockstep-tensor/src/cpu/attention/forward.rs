@@ -11,7 +11,7 @@ use super::{
     lanes::{BLOCK, Lanes, ROWS, prefetch},
     output::Output,
     page_codes::scale_columns,
-    pages::CachedBlock,
+    pages::{CachedBlock, Pages},
     product::Start,
     scores::change_scores,
     worker::Worker,
@@ -26,6 +26,9 @@ use crate::{
 
 /// Maximum rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
 pub(super) const TASK_ROWS: usize = 256;
+
+/// Maximum rows of a task where all heads of few tokens share one key head, so that a decoding step has several tasks.
+const FEW_ROWS: usize = 32;
 
 /// Operands of the forward.
 pub(super) struct Forward<'a, T> {
@@ -74,20 +77,28 @@ impl<T: Float> Worker for Forward<'_, T> {
 
 impl<T: Float> Forward<'_, T> {
     fn tasks_per_pair(&self) -> usize {
-        self.geometry.rows().div_ceil(TASK_ROWS)
+        self.geometry.rows().div_ceil(self.most_rows())
+    }
+
+    /// Returns the rows of a task that is not the last one of its pair. They change no bit.
+    fn most_rows(&self) -> usize {
+        let geometry = &self.geometry;
+        let is_shared = geometry.pages.is_some_and(|pages| pages.are_shared());
+        if is_shared && geometry.rows() < 4 * TASK_ROWS { FEW_ROWS } else { TASK_ROWS }
     }
 
     /// Returns the pair and the rows of a task.
     pub(super) fn task(&self, task: usize) -> (Pair, Range<usize>) {
         let per_pair = self.tasks_per_pair();
         // The last rows see the most keys: they are scheduled first, so that no long task remains at the end.
-        let first_row = (per_pair - 1 - task % per_pair) * TASK_ROWS;
-        (self.geometry.pair(task / per_pair), first_row..self.geometry.rows().min(first_row + TASK_ROWS))
+        let most = self.most_rows();
+        let first_row = (per_pair - 1 - task % per_pair) * most;
+        (self.geometry.pair(task / per_pair), first_row..self.geometry.rows().min(first_row + most))
     }
 
     /// Returns the maximum number of rows of a task.
     pub(super) fn task_rows(&self) -> usize {
-        self.geometry.rows().min(TASK_ROWS)
+        self.geometry.rows().min(self.most_rows())
     }
 
     fn rows<V: Lanes>(&self, pair: Pair, rows: Range<usize>, scratch: Scratch<'_>) {
@@ -120,14 +131,24 @@ impl<T: Float> Forward<'_, T> {
                 None => {
                     let block = first_key..geometry.key_len.min(first_key + BLOCK);
                     let places = || geometry.key_vectors(pair, block.clone());
-                    pack::<V, T>(k, places(), 1.0, vectors, width);
+                    let shared = geometry.pages.filter(Pages::are_shared);
+                    let decoded = shared.and_then(|pages| {
+                        pages.decode_vectors::<V, f32>(pair.key_head, number, (&mut *vectors, width))
+                    });
+                    if decoded.is_none() {
+                        pack::<V, T>(k, places(), 1.0, vectors, width);
+                    }
                     transpose::<V>(vectors, width, block.len(), keys_transposed);
-                    pack::<V, T>(v, places(), 1.0, vectors, width);
+                    if shared.is_none() {
+                        pack::<V, T>(v, places(), 1.0, vectors, width);
+                    }
                     let next = block.end..keys.end.min(block.end + BLOCK);
                     let next = || geometry.key_vectors(pair, next.clone());
-                    next().for_each(|key| prefetch(k, key));
-                    next().for_each(|key| prefetch(v, key));
-                    CachedBlock { operands: [&*keys_transposed, &*vectors], scales: None }
+                    if decoded.is_none() {
+                        next().for_each(|key| prefetch(k, key));
+                        next().for_each(|key| prefetch(v, key));
+                    }
+                    CachedBlock { operands: [&*keys_transposed, &*vectors], scales: decoded.flatten() }
                 }
             };
 

@@ -13,7 +13,7 @@
 //! `backward` are the algorithms, `sinks` is the gradient of attention sinks, `output` writes the results, and `tiles`
 //! runs them on bf16 matrix instructions with the operands of `packed`. `pages` is the key-value cache, `page_codes` are its
 //! narrow numbers, and `cached` attends to it. `variant` reads key
-//! masks and sinks.
+//! masks and sinks. `head_product` multiplies heads by matrices of their own, for latent attention.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
@@ -23,6 +23,7 @@ mod cached;
 mod dispatch;
 mod forward;
 mod geometry;
+mod head_product;
 mod lanes;
 mod output;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -51,4 +52,5 @@ mod worker;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub(super) use head_product::multiply_heads;
 pub use page_layout::page_bytes;

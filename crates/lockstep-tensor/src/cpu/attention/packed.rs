@@ -106,6 +106,12 @@ impl<K: MicroKernel> Sizes<K> {
         Operands { vectors: &rows[..count * self.head_dim], count, head_dim: self.head_dim }
     }
 
+    /// Returns the first `count` vectors of a buffer of contiguous ones.
+    pub(super) fn staged_vectors(self, staged: &[f32], count: usize) -> Operands<'_> {
+        let vectors = &bytemuck::cast_slice::<f32, bf16>(staged)[..count * self.head_dim];
+        Operands { vectors, count, head_dim: self.head_dim }
+    }
+
     /// # Safety
     /// See above.
     #[inline]

@@ -115,6 +115,31 @@ pub(super) fn decode<'s, V: Lanes>(format: PageFormat, codes: &[u8], scratch: &'
     scratch
 }
 
+/// Decodes vectors of `head_dim` elements, without their scales, into rows of `width` elements of a type that holds the numbers
+/// exactly, padded with zeros.
+#[inline(never)]
+pub(super) fn decode_rows<V: Lanes, T: Float>(
+    stored: KvCacheType,
+    (codes, head_dim): (&[u8], usize),
+    (rows, width): (&mut [T], usize),
+) {
+    let vectors = codes.chunks_exact(head_dim * stored.element_bytes());
+    V::LEVEL.run(inlined!(|| {
+        for (row, codes) in rows.chunks_exact_mut(width).zip(vectors) {
+            let (numbers, padding) = row.split_at_mut(head_dim);
+            match stored {
+                KvCacheType::Int8 => map(codes, numbers, inlined!(|code| T::store(f32::from(code as i8)))),
+                KvCacheType::Fp8 => map(codes, numbers, inlined!(|code| T::store(fp8_number(code)))),
+                KvCacheType::Bf16 => {
+                    map(bytemuck::cast_slice(codes), numbers, inlined!(|x: bf16| T::store(x.load())));
+                }
+                stored => unreachable!("numbers encoded as {stored}"),
+            }
+            padding.fill(T::store(0.0));
+        }
+    }));
+}
+
 #[inline(always)]
 fn map<C: Copy, T>(codes: &[C], numbers: &mut [T], number: impl Fn(C) -> T) {
     for (place, &code) in numbers.iter_mut().zip(codes) {

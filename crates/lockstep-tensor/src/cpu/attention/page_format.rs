@@ -3,6 +3,7 @@
 use lockstep_plan::KvCacheType;
 
 use super::lanes::{BLOCK, padded};
+use crate::CachedVectors;
 
 /// The order of elements in a key head's part of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +38,7 @@ pub(in crate::cpu) struct PanelLayout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PageFormat {
     pub(super) layout: PageLayout,
+    pub(super) vectors: CachedVectors,
     pub(super) stored: KvCacheType,
     /// True if the elements have another type than the computation, so that a block is decoded before it is multiplied.
     pub(super) is_encoded: bool,
@@ -45,12 +47,20 @@ pub(super) struct PageFormat {
 impl PageFormat {
     /// Returns the bytes of the elements of a key head's keys and values in a page.
     pub(super) fn element_bytes(self) -> [usize; 2] {
-        self.layout.head_elements().map(|elements| elements * self.stored.element_bytes())
+        self.of_operands(self.layout.head_elements().map(|elements| elements * self.stored.element_bytes()))
     }
 
     /// Returns the bytes of a key head's keys and values in a page, scales included.
     pub(super) fn head_bytes(self) -> [usize; 2] {
-        self.element_bytes().map(|bytes| bytes + BLOCK * self.stored.scale_bytes())
+        self.of_operands(self.element_bytes().map(|bytes| bytes + BLOCK * self.stored.scale_bytes()))
+    }
+
+    /// Returns bytes of keys and of values; no values if the keys are the values as well.
+    fn of_operands(self, [keys, values]: [usize; 2]) -> [usize; 2] {
+        match self.vectors {
+            CachedVectors::KeyAndValue => [keys, values],
+            CachedVectors::Shared => [keys, 0],
+        }
     }
 }
 

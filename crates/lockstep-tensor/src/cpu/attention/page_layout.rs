@@ -5,13 +5,13 @@ use lockstep_plan::{DType, KvCacheType};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::page_format::PanelLayout;
 use super::page_format::{PageFormat, PageLayout};
-use crate::CpuLevel;
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::gemm::panels::NeonBf16;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::gemm::panels::{Avx512DotBlock, Tiles};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::cpu::gemm::panels::{MicroKernel, Order};
+use crate::{CacheShape, CachedVectors, CpuLevel};
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 /// The lowest level with bf16 matrix instructions; it rounds vectors to bf16.
@@ -58,26 +58,26 @@ fn page_layout(level: CpuLevel, dtype: DType, stored: KvCacheType, head_dim: usi
 ///
 /// # Panics
 /// If such a cache does not hold numbers of `dtype`.
-pub(super) fn page_format(level: CpuLevel, dtype: DType, stored: KvCacheType, head_dim: usize) -> PageFormat {
-    assert!(stored.holds(dtype), "a cache of {stored} does not hold numbers of {dtype}");
-    PageFormat {
-        layout: page_layout(level, dtype, stored, head_dim),
-        stored,
-        is_encoded: KvCacheType::of(dtype) != Some(stored),
-    }
-}
-
-/// Returns the bytes of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens, on a CPU queue of
-/// `level`, for a computation in `dtype` and a cache of type `stored`.
-///
-/// # Panics
-/// If such a cache does not hold numbers of `dtype` ([`KvCacheType::holds`]).
-pub fn page_bytes(
+pub(super) fn page_format(
     level: CpuLevel,
     dtype: DType,
     stored: KvCacheType,
-    key_value_heads: usize,
-    head_dim: usize,
-) -> [usize; 2] {
-    page_format(level, dtype, stored, head_dim).head_bytes().map(|bytes| key_value_heads * bytes)
+    CacheShape { head_dim, vectors, .. }: CacheShape,
+) -> PageFormat {
+    assert!(stored.holds(dtype), "a cache of {stored} does not hold numbers of {dtype}");
+    let layout = match vectors {
+        CachedVectors::KeyAndValue => page_layout(level, dtype, stored, head_dim),
+        // The products with keys and with values need the same elements in two orders.
+        CachedVectors::Shared => PageLayout::Rows { head_dim },
+    };
+    PageFormat { layout, vectors, stored, is_encoded: KvCacheType::of(dtype) != Some(stored) }
+}
+
+/// Returns the bytes of a page of keys and of a page of values, of [`PAGE_TOKENS`](crate::PAGE_TOKENS) tokens, on a CPU queue of
+/// `level`, for a computation in `dtype` and a cache of type `stored`; 0 bytes of values if the keys are the values as well.
+///
+/// # Panics
+/// If such a cache does not hold numbers of `dtype` ([`KvCacheType::holds`]).
+pub fn page_bytes(level: CpuLevel, dtype: DType, stored: KvCacheType, shape: CacheShape) -> [usize; 2] {
+    page_format(level, dtype, stored, shape).head_bytes().map(|bytes| shape.key_value_heads * bytes)
 }

@@ -6,10 +6,10 @@
 
 use super::{
     lanes::{BLOCK, Lanes, prefetch},
-    page_codes::decode,
+    page_codes::{decode, decode_rows},
     page_format::{PageFormat, PageLayout},
 };
-use crate::{PAGE_TOKENS, cpu::simd::Float};
+use crate::{CachedVectors, PAGE_TOKENS, cpu::simd::Float};
 
 const _: () = assert!(PAGE_TOKENS == BLOCK);
 
@@ -35,7 +35,7 @@ impl PageTable<'_> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pages<'a> {
     pub(super) table: PageTable<'a>,
-    /// All pages of keys and of values.
+    /// All pages of keys and of values, which are the same ones if a token has one vector.
     pub(super) bytes: [&'a [u8]; 2],
 }
 
@@ -50,7 +50,7 @@ pub(super) struct CachedBlock<'a> {
 impl<'a> Pages<'a> {
     /// Returns the elements of the pages if they are vectors of type `T`, else nothing: the forward reads blocks.
     pub(super) fn vectors<T: Float>(&self) -> [&'a [T]; 2] {
-        match self.is_of_blocks() {
+        match self.is_of_blocks() || self.table.format.is_encoded {
             true => [&[]; 2],
             false => self.bytes.map(bytemuck::cast_slice),
         }
@@ -60,6 +60,33 @@ impl<'a> Pages<'a> {
     #[inline(always)]
     pub(super) fn is_of_blocks(&self) -> bool {
         !matches!(self.table.format.layout, PageLayout::Rows { .. })
+    }
+
+    /// Returns true if a token has one vector, which is its key and its value.
+    #[inline(always)]
+    pub(super) fn are_shared(&self) -> bool {
+        self.table.format.vectors == CachedVectors::Shared
+    }
+
+    /// Decodes the vectors of a block, without their scales, into rows of `width` elements, padded with zeros. Returns the scales of
+    /// the keys and of the values. `None` if the pages hold vectors of the type of the computation, or right operands.
+    #[inline(always)]
+    pub(super) fn decode_vectors<V: Lanes, T: Float>(
+        &self,
+        key_head: usize,
+        block: usize,
+        (rows, width): (&mut [T], usize),
+    ) -> Option<Option<[&'a [f32]; 2]>> {
+        let format = self.table.format;
+        let PageLayout::Rows { head_dim } = format.layout else { return None };
+        if !format.is_encoded {
+            return None;
+        }
+        let start = self.table.start(0, key_head, block);
+        let bytes = &self.bytes[0][start..start + format.head_bytes()[0]];
+        let (codes, scales) = bytes.split_at(format.element_bytes()[0]);
+        decode_rows::<V, T>(format.stored, (codes, head_dim), (rows, width));
+        Some((format.stored.scale_bytes() > 0).then(|| [bytemuck::cast_slice(scales); 2]))
     }
 
     /// Returns the keys and values of a block, which are decoded into scratch if they are encoded.

@@ -13,8 +13,8 @@ use super::{
     variant_tests::sinks,
 };
 use crate::{
-    Arena, Attention, AttentionKernels, CpuLevel, CpuQueue, Element, PAGE_TOKENS, PagedCache, Queue,
-    Summation, Tensor, TokenSpan, Write, alibi_slopes, cpu::simd::Float,
+    Arena, Attention, AttentionKernels, CacheShape, CachedVectors, CpuLevel, CpuQueue, Element, PAGE_TOKENS,
+    PagedCache, Queue, Summation, Tensor, TokenSpan, Write, alibi_slopes, cpu::simd::Float, page_bytes,
 };
 
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
@@ -77,7 +77,7 @@ const STEPS: [usize; 6] = [0, 1, 1, 3, 70, 130];
 /// Reads sequences together in a cache of type `stored`, in steps of random lengths among `steps`, on pages in random order.
 fn read_in_steps<T: Float>(
     readings: &mut [Reading<T>],
-    (stored, steps): (KvCacheType, &[usize]),
+    (stored, vectors, steps): (KvCacheType, CachedVectors, &[usize]),
     queue: &CpuQueue,
     arena: &Arena,
     random: &mut impl FnMut(usize) -> usize,
@@ -86,10 +86,12 @@ fn read_in_steps<T: Float>(
     let pages =
         2 + readings.iter().map(|reading| reading.case.query_len.div_ceil(PAGE_TOKENS)).sum::<usize>();
     let mut free: Vec<u32> = (0..pages as u32).collect();
+    let has_values = vectors == CachedVectors::KeyAndValue;
     // A cache of NaN: what is not written must not be read.
-    let [keys, values] = queue.page_bytes(T::DTYPE, stored, key_value_heads, head_dim).map(|bytes| {
-        Tensor::from_slice(arena, [pages, bytes], &vec![0xff_u8; pages * bytes], CATEGORY).unwrap()
-    });
+    let [keys, values] =
+        queue.page_bytes(T::DTYPE, stored, CacheShape { key_value_heads, head_dim, vectors }).map(|bytes| {
+            Tensor::from_slice(arena, [pages, bytes], &vec![0xff_u8; pages * bytes], CATEGORY).unwrap()
+        });
     while readings.iter().any(|reading| reading.read < reading.case.query_len) {
         let (mut starts, mut cached, mut tables) = (vec![0_u32], Vec::new(), Vec::new());
         let (mut q, mut k, mut v) = (Vec::new(), Vec::new(), Vec::new());
@@ -121,7 +123,7 @@ fn read_in_steps<T: Float>(
         let cache = PagedCache {
             stored,
             keys: keys.view(),
-            values: values.view(),
+            values: has_values.then(|| values.view()),
             row_starts: row_starts.view(),
             cached: cached.view(),
             pages: tables.view(),
@@ -134,7 +136,7 @@ fn read_in_steps<T: Float>(
             cache,
             key_value_heads,
             k.view().reshape(key_shape),
-            v.view().reshape(key_shape),
+            has_values.then(|| v.view().reshape(key_shape)),
         );
         let variant = VariantTensors::new(&readings[0].case, None, arena);
         let shape = [rows, heads, head_dim];
@@ -180,9 +182,15 @@ fn check<T: Float>(case: &Case, lengths: &[usize], level: CpuLevel, threads: usi
     let own = KvCacheType::of(T::DTYPE).unwrap();
     for stored in KvCacheType::ALL.into_iter().filter(|stored| stored.holds(T::DTYPE)) {
         let mut found = new();
-        read_in_steps(&mut found, (stored, &STEPS), &queue, &arena, &mut random);
+        read_in_steps(&mut found, (stored, CachedVectors::KeyAndValue, &STEPS), &queue, &arena, &mut random);
         let mut in_one_step = new();
-        read_in_steps(&mut in_one_step, (stored, &[usize::MAX]), &queue, &arena, &mut random);
+        read_in_steps(
+            &mut in_one_step,
+            (stored, CachedVectors::KeyAndValue, &[usize::MAX]),
+            &queue,
+            &arena,
+            &mut random,
+        );
         for (number, (found, in_one_step)) in found.iter().zip(&in_one_step).enumerate() {
             let what = format!("{} in {stored} {level:?}, sequence {number} of {lengths:?}", T::DTYPE);
             let bits = [(&found.out, &in_one_step.out), (&found.statistics, &in_one_step.statistics)];
@@ -307,23 +315,76 @@ proptest! {
     }
 }
 
+/// Checks that a cache of one vector a token has the bits of a cache whose values are copies of its keys.
+fn check_shared<T: Float>(case: &Case, lengths: &[usize], level: CpuLevel, seed: u64) {
+    let arena = Arena::new();
+    let queue = queue(level, 2, &arena);
+    let philox = Philox::new(seed);
+    let mut draws = 0;
+    let mut random = |below: usize| {
+        draws += 1;
+        (philox.uniform(draws) * below as f64) as usize
+    };
+    for stored in KvCacheType::ALL.into_iter().filter(|stored| stored.holds(T::DTYPE)) {
+        let [shared, copied] = [CachedVectors::Shared, CachedVectors::KeyAndValue].map(|vectors| {
+            let mut readings = readings::<T>(case, lengths, seed);
+            readings.iter_mut().for_each(|reading| reading.inputs.v = reading.inputs.k.clone());
+            read_in_steps(&mut readings, (stored, vectors, &STEPS), &queue, &arena, &mut random);
+            readings
+        });
+        for (number, (shared, copied)) in shared.iter().zip(&copied).enumerate() {
+            let what = format!("{} in {stored} {level:?}, sequence {number} of {lengths:?}", T::DTYPE);
+            assert_same_bits(&shared.out, &copied.out, &what);
+            assert_same_bits(&shared.statistics, &copied.statistics, &what);
+        }
+    }
+}
+
+/// The heads share one vector, as the latent of multi-head latent attention, whose width may be no multiple of a register.
+#[test]
+fn a_vector_that_is_key_and_value_is_stored_once() {
+    for (head_dim, heads) in [(24, 4), (33, 1), (80, 70)] {
+        let case = case(1, heads, head_dim, 0);
+        for level in levels() {
+            check_shared::<f32>(&case, &[150, 1, 64], level, 3);
+            check_shared::<bf16>(&case, &[150, 1, 64], level, 4);
+            check_shared::<f16>(&case, &[150, 1, 64], level, 5);
+        }
+    }
+    let shape = CacheShape { key_value_heads: 1, head_dim: 576, vectors: CachedVectors::Shared };
+    for (stored, dtype, bytes) in [
+        (KvCacheType::F32, DType::F32, 4 * 576),
+        (KvCacheType::Bf16, DType::BF16, 2 * 576),
+        (KvCacheType::Int8, DType::BF16, 576 + 4),
+        (KvCacheType::Fp8, DType::BF16, 576 + 4),
+    ] {
+        let found = page_bytes(CpuLevel::detect(), dtype, stored, shape);
+        assert_eq!(found, [PAGE_TOKENS * bytes, 0], "{stored}");
+    }
+}
+
 #[test]
 #[should_panic(expected = "has pages")]
 fn a_sequence_without_a_page_for_its_tokens_is_refused() {
     let arena = Arena::new();
     let queue = queue(CpuLevel::detect(), 1, &arena);
     let [keys, values] = queue
-        .page_bytes(f32::DTYPE, KvCacheType::F32, 1, 8)
+        .page_bytes(
+            f32::DTYPE,
+            KvCacheType::F32,
+            CacheShape { key_value_heads: 1, head_dim: 8, vectors: CachedVectors::KeyAndValue },
+        )
         .map(|bytes| Tensor::zeros(&arena, DType::U8, [1, bytes], CATEGORY).unwrap());
     let [row_starts, cached, pages] = [vec![0_u32, 1], vec![64], vec![0]].map(|words| tensor(&arena, &words));
     let cache = PagedCache {
         stored: KvCacheType::F32,
         keys: keys.view(),
-        values: values.view(),
+        values: Some(values.view()),
         row_starts: row_starts.view(),
         cached: cached.view(),
         pages: pages.view(),
     };
     let new = tensor(&arena, &[0.0_f32; 8]);
-    queue.append_to_cache(cache, 1, new.view().reshape([1, 1, 8]), new.view().reshape([1, 1, 8]));
+    let new = new.view().reshape([1, 1, 8]);
+    queue.append_to_cache(cache, 1, new, Some(new));
 }

@@ -16,7 +16,7 @@ use super::{
     lanes::{BLOCK, Lanes, prefetch},
     packed::{BLOCK_UNITS, Left, Needed, Sizes, Target, left, multiply, round, score_rows},
     page_codes::scale_columns,
-    pages::CachedBlock,
+    pages::{CachedBlock, Pages},
     product::Start,
     scores::{change_scores, multiply_derivatives},
     worker::Worker,
@@ -164,6 +164,27 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
             return found;
         }
         let places = || geometry.key_vectors(pair, block.clone());
+        if let Some(pages) = geometry.pages.filter(Pages::are_shared) {
+            let rows = bytemuck::cast_slice_mut::<f32, bf16>(staged);
+            let decoded = pages.decode_vectors::<V, bf16>(
+                pair.key_head,
+                block.start / BLOCK,
+                (rows, geometry.head_dim),
+            );
+            let vectors = match decoded {
+                Some(_) => sizes.staged_vectors(staged, block.len()),
+                None => sizes.stage(k, places(), staged),
+            };
+            // SAFETY: the caller's promise.
+            unsafe {
+                sizes.pack_right(&vectors, keys);
+                sizes.pack_right_across(&vectors, values);
+            }
+            if decoded.is_none() {
+                geometry.key_vectors(pair, next).for_each(|key| prefetch(k, key));
+            }
+            return CachedBlock { operands: [keys, values], scales: decoded.flatten() };
+        }
         // SAFETY: the caller's promise.
         unsafe {
             sizes.pack_right(&sizes.stage(k, places(), staged), keys);

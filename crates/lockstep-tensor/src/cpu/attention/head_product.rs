@@ -1,0 +1,306 @@
+//! Products of heads with matrices of their own, which take the queries of multi-head latent attention into the space of its latents,
+//! and its outputs back (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.2).
+//!
+//! ```text
+//! NN  y_h = x_h · W_h     W_h [a, b] is the right operand as it is
+//! NT  y_h = x_h · W_hᵀ    W_h [b, a] is transposed
+//! ```
+//!
+//! A task owns up to [`TASK_ROWS`] rows of one head, and converts or decodes the head's matrix to f32, each line once. Each element
+//! is summed in f32 in the order of the depth, whatever rows it is computed with.
+
+use std::ops::Range;
+
+use super::{
+    block::{pack, take, transpose},
+    lanes::{BLOCK, Lanes, padded},
+    product::{Left, Output, Right, Start, multiply},
+    worker::{Worker, run},
+};
+use crate::{
+    CpuQueue, GemmLayout, HeadProduct, Matrix,
+    cpu::{
+        gemm::BlockLines,
+        operands::{Operand, check_disjoint},
+        simd::{Float, inlined, with_float},
+    },
+};
+
+/// Maximum rows of a task: enough that the conversion of the matrix takes little of its time.
+const TASK_ROWS: usize = 128;
+
+/// The lines of a matrix.
+#[derive(Clone, Copy)]
+enum Lines<'a, T> {
+    Dense(&'a [T]),
+    Blocks(BlockLines<'a>),
+}
+
+/// Operands of a product of heads.
+struct Work<'a, T> {
+    layout: GemmLayout,
+    rows: usize,
+    heads: usize,
+    /// Elements of a head of `x`, and of a head of `y`.
+    widths: [usize; 2],
+    /// Summed elements.
+    depth: usize,
+    x: &'a [T],
+    lines: Lines<'a, T>,
+    y: Operand<'a, T>,
+}
+
+/// Computes a product of heads.
+///
+/// # Panics
+/// If the shapes or types do not fit each other, or the layout is `TN`.
+pub(in crate::cpu) fn multiply_heads(queue: &CpuQueue, product: HeadProduct<'_>) {
+    let HeadProduct { layout, x, weight, y } = product;
+    let (&[rows, heads, x_width], &[y_rows, y_heads, y_width]) = (x.shape().dims(), y.shape().dims()) else {
+        panic!("products of heads need [rows, heads, elements of a head]: x {x:?}, y {y:?}")
+    };
+    let (bytes, [height, width]) = match weight {
+        Matrix::Dense(numbers) => (numbers, numbers.shape().as_matrix().into()),
+        Matrix::Blocks(blocks) => (blocks.bytes(), blocks.shape()),
+    };
+    assert!(heads > 0 && height.is_multiple_of(heads), "{heads} heads with a matrix of {height} rows");
+    let (depth, columns) = match layout {
+        GemmLayout::NN => (height / heads, width),
+        GemmLayout::NT => (width, height / heads),
+        GemmLayout::TN => panic!("no TN product of heads"),
+    };
+    assert!(
+        [y_rows, y_heads, y_width] == [rows, heads, columns] && depth <= x_width && x.dtype() == y.dtype(),
+        "the shapes of a {layout:?} product of heads do not fit: x {x:?}, a matrix [{height}, {width}], y {y:?}"
+    );
+    check_disjoint(&[y], &[x, bytes]);
+    with_float!(x.dtype(), T => {
+        // SAFETY: the output overlaps no other operand, as just checked.
+        let lines = unsafe {
+            match weight {
+                Matrix::Dense(numbers) => Lines::Dense(numbers.slice::<T>()),
+                Matrix::Blocks(blocks) => Lines::Blocks(BlockLines::new(&blocks)),
+            }
+        };
+        // SAFETY: as above.
+        let x = unsafe { x.slice::<T>() };
+        let (widths, y) = ([x_width, y_width], Operand::new(y));
+        run(queue, &Work { layout, rows, heads, widths, depth, x, lines, y });
+    });
+}
+
+impl<T: Float> Work<'_, T> {
+    fn row_parts(&self) -> usize {
+        self.rows.div_ceil(TASK_ROWS)
+    }
+
+    /// Elements of a line of a matrix.
+    fn line(&self) -> usize {
+        if self.layout == GemmLayout::NN { self.widths[1] } else { self.depth }
+    }
+
+    /// Columns of the output that are computed at once: all if lines run along them.
+    fn part(&self) -> usize {
+        if self.layout == GemmLayout::NN { padded(self.widths[1]) } else { BLOCK }
+    }
+
+    /// Elements of the lines that are transposed.
+    fn transposed(&self) -> usize {
+        if self.layout == GemmLayout::NN { 0 } else { BLOCK * padded(self.depth) }
+    }
+
+    /// Converts lines of the matrix to rows of f32, padded with zeros.
+    fn convert<V: Lanes>(&self, lines: Range<usize>, rows: &mut [f32]) {
+        let line = self.line();
+        V::LEVEL.run(inlined!(|| {
+            for (row, index) in rows.chunks_exact_mut(padded(line)).zip(lines) {
+                let (numbers, padding) = row.split_at_mut(line);
+                match self.lines {
+                    Lines::Dense(elements) => {
+                        let elements = &elements[index * line..][..line];
+                        numbers.iter_mut().zip(elements).for_each(|(number, x)| *number = x.load());
+                    }
+                    Lines::Blocks(lines) => lines.decode_whole(index, numbers),
+                }
+                padding.fill(0.0);
+            }
+        }));
+    }
+
+    /// Writes the right operand of a head for `columns` of the output, `[depth, part]`, to `right`.
+    fn right<V: Lanes>(&self, head: usize, columns: Range<usize>, right: &mut [f32], transposed: &mut [f32]) {
+        if self.layout == GemmLayout::NN {
+            return self.convert::<V>(head * self.depth..(head + 1) * self.depth, right);
+        }
+        let first = head * self.widths[1];
+        self.convert::<V>(first + columns.start..first + columns.end, transposed);
+        transpose::<V>(transposed, padded(self.depth), columns.len(), right);
+    }
+}
+
+impl<T: Float> Worker for Work<'_, T> {
+    fn tasks(&self) -> usize {
+        self.heads * self.row_parts()
+    }
+
+    fn scratch_elements(&self) -> usize {
+        let depth = padded(self.depth);
+        let rows = self.rows.min(TASK_ROWS);
+        // Rows of x, the right operand, its transpose, and the products.
+        rows * depth + self.part() * depth + self.transposed() + rows * self.part()
+    }
+
+    fn run<V: Lanes>(&self, task: usize, mut scratch: &mut [f32]) {
+        let (head, part) = (task / self.row_parts(), task % self.row_parts());
+        let rows = part * TASK_ROWS..self.rows.min((part + 1) * TASK_ROWS);
+        let (depth, [x_width, y_width]) = (padded(self.depth), self.widths);
+        let most = self.rows.min(TASK_ROWS);
+        let mut next = |len| take(&mut scratch, len);
+        let width = self.part();
+        let [left, right, transposed, products] =
+            [most * depth, width * depth, self.transposed(), most * width].map(&mut next);
+        let of_x = rows.clone().map(|row| {
+            let start = (row * self.heads + head) * x_width;
+            start..start + self.depth
+        });
+        pack::<V, T>(self.x, of_x, 1.0, left, depth);
+        for start in (0..y_width).step_by(width) {
+            let columns = start..y_width.min(start + width);
+            self.right::<V>(head, columns.clone(), right, transposed);
+            multiply::<V>(
+                Start::Zero,
+                (0..rows.len(), 0..self.depth, 0..columns.len().next_multiple_of(V::LANES)),
+                Left { data: left, row: depth, inner: 1 },
+                Right { data: right, row: width },
+                Output { data: products, row: width },
+            );
+            for (row, products) in rows.clone().zip(products.chunks_exact(width)) {
+                let first = (row * self.heads + head) * y_width;
+                // SAFETY: a task has rows of a head of its own.
+                let y = unsafe { self.y.write(first + columns.start..first + columns.end) };
+                V::LEVEL.run_with_isa(inlined!(|isa| T::store_all(isa, &products[..columns.len()], y)));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lockstep_plan::{BlockFormat, DType};
+
+    use super::*;
+    use crate::{
+        BlockLayout, BlockMatrix, HeadKernels,
+        cpu::testing::{
+            ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values,
+        },
+    };
+
+    /// Returns `x_h · W_h` or `x_h · W_hᵀ` of `rows` rows of heads of `x_width` elements.
+    fn expected(
+        layout: GemmLayout,
+        [rows, heads, x_width]: [usize; 3],
+        [depth, columns]: [usize; 2],
+        x: &[f64],
+        weight: &[f64],
+    ) -> Vec<f64> {
+        let element = |row: usize, head: usize, column: usize| -> f64 {
+            let of_weight = |p: usize| match layout {
+                GemmLayout::NN => weight[(head * depth + p) * columns + column],
+                _ => weight[(head * columns + column) * depth + p],
+            };
+            (0..depth).map(|p| x[(row * heads + head) * x_width + p] * of_weight(p)).sum()
+        };
+        let rows = (0..rows).flat_map(|row| (0..heads).map(move |head| (row, head)));
+        rows.flat_map(|(row, head)| (0..columns).map(move |column| (row, head, column)))
+            .map(|(row, head, column)| element(row, head, column))
+            .collect()
+    }
+
+    #[test]
+    fn each_head_is_multiplied_by_its_own_matrix() {
+        let cases =
+            [([1, 4, 10], [10, 16]), ([7, 3, 24], [16, 12]), ([300, 2, 130], [128, 70]), ([0, 2, 4], [3, 5])];
+        for (([rows, heads, x_width], [depth, columns]), layout) in
+            cases.into_iter().flat_map(|case| [GemmLayout::NN, GemmLayout::NT].map(|layout| (case, layout)))
+        {
+            for dtype in ACTIVATIONS {
+                let x = random_of(dtype, 1, rows * heads * x_width);
+                let weight = random_of(dtype, 2, heads * depth * columns);
+                let shape = if layout == GemmLayout::NN {
+                    [heads * depth, columns]
+                } else {
+                    [heads * columns, depth]
+                };
+                let run = |queue: &CpuQueue| {
+                    let y = floats(dtype, [rows, heads, columns], &vec![9.0; rows * heads * columns]);
+                    let one = floats(dtype, [1, heads, columns], &vec![9.0; heads * columns]);
+                    let x = floats(dtype, [rows, heads, x_width], &x);
+                    let weight = floats(dtype, shape, &weight);
+                    let weight = Matrix::Dense(weight.view());
+                    queue.multiply_heads(HeadProduct { layout, x: x.view(), weight, y: y.view() });
+                    if rows > 0 {
+                        let (x, y) = (x.view().rows(rows - 1..rows), one.view());
+                        queue.multiply_heads(HeadProduct { layout, x, weight, y });
+                    }
+                    vec![values(y.view()), values(one.view())]
+                };
+                on_every_queue(run, |results| {
+                    let exact = expected(layout, [rows, heads, x_width], [depth, columns], &x, &weight);
+                    let absolute = 1e-6 * depth as f64;
+                    assert_close(
+                        &format!("{layout:?} {dtype}"),
+                        &results[0],
+                        &exact,
+                        tolerance(dtype),
+                        absolute,
+                    );
+                    if rows > 0 {
+                        let last = &results[0][(rows - 1) * heads * columns..];
+                        assert_eq!(last, results[1], "{layout:?} {dtype}: the last row alone");
+                    }
+                });
+            }
+        }
+    }
+
+    /// Rows of int8 codes with a scale: f16 1, then bytes.
+    #[test]
+    fn quantized_matrices_are_decoded_in_both_orders_of_their_blocks() {
+        let (rows, heads, depth, columns) = (3, 2, 16, 32);
+        let format = BlockFormat::Q8_0;
+        let codes: Vec<i8> = (0..heads * depth * columns).map(|at| (at * 37 % 101) as i8 - 50).collect();
+        let blocks: Vec<u8> = codes
+            .chunks(32)
+            .flat_map(|codes| [0x00, 0x3c].into_iter().chain(codes.iter().map(|&code| code as u8)))
+            .collect();
+        let decoded: Vec<f64> = codes.iter().map(|&code| f64::from(code)).collect();
+        let shape = [heads * depth, columns];
+        let x = random_of(DType::F32, 1, rows * heads * depth);
+        let exact = expected(GemmLayout::NN, [rows, heads, depth], [depth, columns], &x, &decoded);
+        on_every_queue(
+            |queue| {
+                let (blocks, x) = (tensor(&blocks), floats(DType::F32, [rows, heads, depth], &x));
+                let in_rows = BlockMatrix::new(format, blocks.view(), shape);
+                let bytes = BlockMatrix::bytes_of(format, BlockLayout::Interleaved, shape).unwrap();
+                let interleaved = tensor(&vec![0_u8; bytes]);
+                let interleaved =
+                    BlockMatrix::with_layout(format, BlockLayout::Interleaved, interleaved.view(), shape);
+                crate::BlockKernels::interleave_blocks(queue, in_rows, interleaved);
+                [in_rows, interleaved]
+                    .map(|matrix| {
+                        let y =
+                            floats(DType::F32, [rows, heads, columns], &vec![9.0; rows * heads * columns]);
+                        let (layout, weight) = (GemmLayout::NN, Matrix::Blocks(matrix));
+                        queue.multiply_heads(HeadProduct { layout, x: x.view(), weight, y: y.view() });
+                        values(y.view())
+                    })
+                    .to_vec()
+            },
+            |results| {
+                assert_close("rows", &results[0], &exact, 1e-5, 1e-3);
+                assert_eq!(results[0], results[1], "interleaved rows");
+            },
+        );
+    }
+}

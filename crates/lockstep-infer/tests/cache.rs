@@ -21,6 +21,9 @@ use lockstep_tensor::PAGE_TOKENS;
 #[path = "cache/placed.rs"]
 mod placed;
 
+#[path = "cache/placed_quantized.rs"]
+mod placed_quantized;
+
 #[path = "cache/quantized.rs"]
 mod quantized;
 

@@ -16,19 +16,21 @@ use lockstep_plan::MemoryCategory;
 use super::{FAMILIES, SEQ_LEN, expected, fixture, logits_of};
 
 /// Returns a request without limits on a map in JSON.
-fn request(map: &str, offload_dir: &Path) -> PlanRequest {
+pub(crate) fn request(map: &str, offload_dir: &Path) -> PlanRequest {
     PlanRequest {
         map: MapChoice::Given { map: DeviceMap::parse(map).unwrap(), origin: "map.json".to_owned() },
         limits: MemoryLimits::default(),
         offload_dir: Some(offload_dir.to_owned()),
         kv_cache: None,
+        activations: None,
+        quantize: None,
         workload: Workload::Generation { sequences: 1, context: SEQ_LEN },
         process_bytes: 20 << 20,
         threads: 2,
     }
 }
 
-fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
+pub(crate) fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
     let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
     let values = differs.map(|at| (found[at], expected[at]));
     assert!(differs.is_none(), "{what}: logit {differs:?} is {values:?} instead");
@@ -60,10 +62,10 @@ fn weights_on_disk_change_no_bit_of_the_logits() {
     }
 }
 
-/// Writes a Llama of several MiB with tied embeddings in bf16.
-fn write_model(dir: &Path) -> ModelDirectory {
+/// Writes a Llama of several MiB with tied embeddings in bf16, of a width.
+pub(crate) fn write_model(dir: &Path, hidden_size: usize) -> ModelDirectory {
     let config = serde_json::json!({
-        "model_type": "llama", "vocab_size": 9000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 9,
+        "model_type": "llama", "vocab_size": 9000, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": 9,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": true,
     });
     fs::create_dir(dir).unwrap();
@@ -95,7 +97,7 @@ fn write_model(dir: &Path) -> ModelDirectory {
 }
 
 /// Returns a request with a limit of so many bytes above the process's own.
-fn limited(map: MapChoice, limit: u64) -> PlanRequest {
+pub(crate) fn limited(map: MapChoice, limit: u64) -> PlanRequest {
     let limits = MemoryLimits { cpu: Some(limit), ..MemoryLimits::default() };
     let workload = Workload::Generation { sequences: 1, context: 600 };
     PlanRequest {
@@ -103,6 +105,8 @@ fn limited(map: MapChoice, limit: u64) -> PlanRequest {
         limits,
         offload_dir: None,
         kv_cache: None,
+        activations: None,
+        quantize: None,
         workload,
         process_bytes: 20 << 20,
         threads: 2,
@@ -112,7 +116,7 @@ fn limited(map: MapChoice, limit: u64) -> PlanRequest {
 #[test]
 fn a_limit_is_kept_by_what_is_allocated_and_the_least_is_enough() {
     let dir = tempfile::tempdir().unwrap();
-    let directory = write_model(&dir.path().join("model"));
+    let directory = write_model(&dir.path().join("model"), 256);
     let plan = |map, limit, dtype| InferencePlan::new(&directory, dtype, &limited(map, limit));
     for dtype in [DType::BF16, DType::F32] {
         let roomy = plan(MapChoice::Balanced, 1 << 40, dtype).unwrap();

@@ -30,16 +30,25 @@ impl WeightForm {
     /// Returns true if the rows of a matrix are interleaved: those of blocks whose codes are multiplied with codes of activations.
     pub(crate) fn interleaves(&self, elements: StoredElements, shape: Shape) -> bool {
         let StoredElements::Blocks(format) = elements else { return false };
+        // Each matrix of a stack is multiplied on its own.
+        let matrix =
+            if let [_, rows, columns] = *shape.dims() { Shape::from([rows, columns]) } else { shape };
         self.activations == BlockActivations::Int8
             && format.has_integer_codes()
-            && bytes_of(elements, BlockLayout::Interleaved, shape).is_some()
+            && bytes_of(elements, BlockLayout::Interleaved, matrix).is_some()
     }
 
-    /// Returns the format in which a matrix that is stored as numbers is quantized; `None` if it is not.
+    /// Returns the format in which a matrix, or a stack of the matrices of experts, that is stored as numbers is quantized; `None` if
+    /// it is not.
     pub(crate) fn quantized_format(&self, record: &ParameterRecord) -> Option<BlockFormat> {
         let quantization = self.quantization?;
-        let is_quantized = record.tie.is_none() && is_quantizable(&record.name, &record.shape);
-        is_quantized.then(|| quantization.format(record.shape[1])).flatten()
+        let matrix = match record.shape[..] {
+            [_, rows, columns] if record.name.contains(".experts.") => [rows, columns],
+            [rows, columns] => [rows, columns],
+            _ => return None,
+        };
+        let is_quantized = record.tie.is_none() && is_quantizable(&record.name, &matrix);
+        is_quantized.then(|| quantization.format(matrix[1])).flatten()
     }
 }
 

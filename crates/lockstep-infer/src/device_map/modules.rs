@@ -243,14 +243,14 @@ fn elements_in_memory(
         }
     }
     let packed = directory.packed_parameters();
-    let packed: HashMap<&str, (BlockFormat, [usize; 2])> =
-        packed.iter().map(|packed| (packed.name, (packed.format, packed.shape))).collect();
+    let packed: HashMap<&str, (BlockFormat, &[usize])> =
+        packed.iter().map(|packed| (packed.name, (packed.format, &packed.shape[..]))).collect();
     let of_record = |record: &ParameterRecord| {
         let stored = stored.get(record.name.as_str()).filter(|(format, elements)| {
             let [rows, columns] = record.shape[..] else { return false };
             rows * columns == *elements && format.bytes(columns).is_some()
         });
-        let packed = packed.get(record.name.as_str()).filter(|(_, shape)| record.shape == shape);
+        let packed = packed.get(record.name.as_str()).filter(|(_, shape)| record.shape == *shape);
         let stored = stored.map(|(format, _)| *format).or_else(|| packed.map(|(format, _)| *format));
         let format = stored.or_else(|| form.quantized_format(record));
         format.map_or(StoredElements::Dense(form.dtype), StoredElements::Blocks)

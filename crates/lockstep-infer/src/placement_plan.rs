@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use lockstep_checkpoint::{ModelDirectory, OffloadedWeights, WeightQuantization};
+use lockstep_checkpoint::{ModelDirectory, OffloadedWeights, WeightQuantization, WeightType};
 use lockstep_config::human;
 use lockstep_engine::EngineError;
 use lockstep_model::{HeadOutput, ModelConfig};
@@ -154,9 +154,7 @@ impl InferencePlan {
             return Err(InferError::DeviceMap { origin: "--max-memory".to_owned(), problems: gpus });
         }
         let config = causal_config(directory)?;
-        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits, Places::default());
-        let form = WeightForm::new(dtype, request.quantize, request.activations);
-        let mut parts = ModelParts::new(directory, &recorded, form);
+        let mut parts = parts(directory, &config, dtype, request);
         if let Some(dir) = &request.offload_dir {
             match OffloadedWeights::find(dir, directory, dtype, &parts.made_weights())? {
                 Some(written) => parts.add_stored(written.stored_parameters()),
@@ -172,12 +170,14 @@ impl InferencePlan {
             choice => {
                 let order = if *choice == MapChoice::Sequential { Order::Sequential } else { Order::Spread };
                 let solved = question.solve(&parts, order, limit);
-                solved.ok_or_else(|| question.too_small(&parts, limit, least))?
+                let refused =
+                    || question.too_small(&parts, limit, least, &question.remedies(directory, &parts, least));
+                solved.ok_or_else(refused)?
             }
         };
         let memory = question.memory(&parts, &resident, buffers, chunk);
         if memory.total() > limit {
-            return Err(question.too_small(&parts, limit, memory.total()));
+            return Err(question.too_small(&parts, limit, memory.total(), ""));
         }
         let plan = Self::assemble(parts, resident, (buffers, chunk), (memory, kv_cache));
         if let Some(disk) = request.limits.disk.filter(|&disk| disk < plan.disk_bytes) {
@@ -277,7 +277,19 @@ impl InferencePlan {
     }
 }
 
+/// Returns the parts of a model in the form that a request asks for.
+fn parts(
+    directory: &ModelDirectory,
+    config: &ModelConfig,
+    dtype: DType,
+    request: &PlanRequest,
+) -> ModelParts {
+    let recorded = record(config, dtype, [1, 1], HeadOutput::Logits, Places::default());
+    ModelParts::new(directory, &recorded, WeightForm::new(dtype, request.quantize, request.activations))
+}
+
 /// Inputs of a plan besides the parts of the model.
+#[derive(Clone, Copy)]
 struct Question<'q> {
     config: &'q ModelConfig,
     request: &'q PlanRequest,
@@ -369,8 +381,28 @@ impl Question<'_> {
         PredictedMemory { process, weights, streaming: streaming as u64, kv_cache, activations, workspace }
     }
 
+    /// Names the options with which a limit below `least` bytes would do, each with its least limit.
+    fn remedies(&self, directory: &ModelDirectory, parts: &ModelParts, least: u64) -> String {
+        let mut found = Vec::new();
+        if let Workload::Generation { .. } = self.request.workload {
+            let narrow = Self { kv_cache: KvCacheType::Int8, ..*self };
+            found.push(("--kv-cache int8".to_owned(), narrow.least(parts)));
+        }
+        if self.request.quantize.is_none() {
+            let int4 = WeightQuantization { to: WeightType::Int4, group_size: None };
+            let request = PlanRequest { quantize: Some(int4), ..self.request.clone() };
+            let mut quantized = self::parts(directory, self.config, parts.dtype(), &request);
+            // Quantized matrices are written once, else all of them stay in memory.
+            quantized.assume_written();
+            let offload = if request.offload_dir.is_none() { " --offload-dir DIR" } else { "" };
+            found.push((format!("--quantize int4{offload}"), self.least(&quantized)));
+        }
+        let helps = found.into_iter().filter(|(_, with)| least_mib(*with) < least_mib(least));
+        helps.map(|(option, with)| format!("; with {option} cpu={}MiB would do", least_mib(with))).collect()
+    }
+
     /// Describes a limit below `least` bytes.
-    fn too_small(&self, parts: &ModelParts, limit_bytes: u64, least: u64) -> InferError {
+    fn too_small(&self, parts: &ModelParts, limit_bytes: u64, least: u64, remedies: &str) -> InferError {
         let made = parts.made_weights();
         let hint = match made.first().filter(|_| self.request.offload_dir.is_none()) {
             Some(first) => format!(
@@ -381,10 +413,14 @@ impl Question<'_> {
             ),
             None => String::new(),
         };
-        // The process may be larger by a little next time.
-        let least_mib = (least >> 20) + 2;
-        InferError::LimitTooSmall { limit_bytes, least_mib, hint, run: self.run(parts, LEAST_CHUNK).total() }
+        let (least_mib, run) = (least_mib(least), self.run(parts, LEAST_CHUNK).total());
+        InferError::LimitTooSmall { limit_bytes, least_mib, hint: hint + remedies, run }
     }
+}
+
+/// Returns a limit in MiB that `bytes` fit. The process may be larger by a little next time.
+fn least_mib(bytes: u64) -> u64 {
+    (bytes >> 20) + 2
 }
 
 /// Returns the parts of a model as the solver sees them, with the parameters of each: one for each unit. A table that an output

@@ -31,7 +31,7 @@ const ORIGIN_FILE: &str = "origin.json";
 /// Weights of a parameter in an offload directory.
 #[derive(Debug, Clone, Copy)]
 pub struct OffloadedWeight<'r> {
-    /// The parameter.
+    /// Record of the parameter.
     pub record: &'r ParameterRecord,
     /// Its elements: numbers of the model's type, or blocks.
     pub elements: StoredElements,

@@ -81,7 +81,7 @@ impl TensorFiles {
         }
     }
 
-    /// Returns the parameters that can be repacked into blocks: a whole tensor, some of its rows, or a stack with a tensor for each expert.
+    /// Returns the parameters that can be repacked into blocks: a whole tensor, some of its rows, or a tensor for each expert.
     pub(crate) fn packed_parameters<'a>(&'a self, import: &'a HfImport) -> Vec<PackedParameter<'a>> {
         let Self::Quantized(files) = self else { return Vec::new() };
         let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);

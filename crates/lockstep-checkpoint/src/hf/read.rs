@@ -111,8 +111,7 @@ impl HfCheckpoint {
         self.stored_as(name, StoredElements::Dense(dtype))
     }
 
-    /// Returns the location of a tensor of any type whose bytes are elements of another; `None` if there is none of that name, or it
-    /// is not so long.
+    /// Returns the location of a tensor whose bytes are `elements` elements in blocks; `None` if there is none of that name and size.
     pub(crate) fn stored_blocks(
         &self,
         name: &str,

@@ -89,7 +89,7 @@ pub use load::Checkpoint;
 pub use lockstep_plan::DType;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_FILE, Manifest, SliceEntry, TensorEntry, TensorKind};
 pub use observer::{Abandoned, CommitObserver, CommitPoint, Wait};
-pub use offloaded_weights::OffloadedWeights;
+pub use offloaded_weights::{OffloadedWeight, OffloadedWeights};
 pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
 pub use quantize::QuantizedModel;

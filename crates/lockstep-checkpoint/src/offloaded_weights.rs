@@ -1,4 +1,5 @@
-//! Weights that a model cannot use as its files store them (fused, transposed or merged ones), written once as it uses them.
+//! Weights that a model cannot use as its files store them (fused, transposed, merged or packed ones), written once as it uses them:
+//! numbers of the model's type, or the blocks of quantized matrices, row by row.
 //!
 //! They are a directory of safetensors with an index, whose name is made from the type and a digest of where the weights come
 //! from: paths, sizes and times of files. So another model, or a changed one, gets a directory of its own.
@@ -15,21 +16,33 @@ use std::{
     time::UNIX_EPOCH,
 };
 
-use lockstep_plan::{DType, ParameterRecord};
+use lockstep_plan::{BlockFormat, DType, ParameterRecord};
 use serde_json::{Value, json};
 
 use crate::{
-    CheckpointError, Digest, ModelDirectory, StoredParameter,
+    BlockParameter, CheckpointError, Digest, ModelDirectory, StoredParameter, encode_blocks,
+    gguf::StoredElements,
     hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport, SINGLE_FILE},
 };
 
 /// File that says where the weights come from.
 const ORIGIN_FILE: &str = "origin.json";
 
+/// Weights of a parameter in an offload directory.
+#[derive(Debug, Clone, Copy)]
+pub struct OffloadedWeight<'r> {
+    /// Record of the parameter.
+    pub record: &'r ParameterRecord,
+    /// Its elements: numbers of the model's type, or blocks.
+    pub elements: StoredElements,
+}
+
 /// Weights in an offload directory.
 #[derive(Debug)]
 pub struct OffloadedWeights {
     files: HfCheckpoint,
+    /// Names of quantized matrices, with their formats and numbers of elements.
+    quantized: BTreeMap<String, (BlockFormat, usize)>,
 }
 
 impl OffloadedWeights {
@@ -41,17 +54,17 @@ impl OffloadedWeights {
         offload_dir: &Path,
         model: &ModelDirectory,
         dtype: DType,
-        records: &[&ParameterRecord],
+        weights: &[OffloadedWeight<'_>],
     ) -> Result<Option<Self>, CheckpointError> {
-        let (path, origin) = place(offload_dir, model, dtype, records)?;
+        let (path, origin) = place(offload_dir, model, dtype, weights)?;
         let Ok(text) = fs::read_to_string(path.join(ORIGIN_FILE)) else { return Ok(None) };
         if serde_json::from_str::<Value>(&text).is_ok_and(|found| found == origin) {
-            return Ok(Some(Self { files: HfCheckpoint::open(&path)? }));
+            return Self::open(&path, weights).map(Some);
         }
         Ok(None)
     }
 
-    /// Writes the weights of `records` in type `dtype`. One parameter is in memory at a time.
+    /// Writes weights, numbers in type `dtype`. One parameter is in memory at a time.
     ///
     /// # Errors
     /// If a file of the model is damaged, or the disk is full.
@@ -59,12 +72,12 @@ impl OffloadedWeights {
         offload_dir: &Path,
         model: &ModelDirectory,
         dtype: DType,
-        records: &[&ParameterRecord],
+        weights: &[OffloadedWeight<'_>],
     ) -> Result<Self, CheckpointError> {
-        let (path, origin) = place(offload_dir, model, dtype, records)?;
+        let (path, origin) = place(offload_dir, model, dtype, weights)?;
         model.check_base()?;
         HfExport {
-            tensors: records.iter().map(|record| tensor(model, record)).collect(),
+            tensors: weights.iter().map(|&weight| tensor(model, weight)).collect(),
             dtype: Some(dtype),
             file: SINGLE_FILE,
             texts: BTreeMap::from([(ORIGIN_FILE.to_owned(), format!("{origin:#}\n"))]),
@@ -72,12 +85,26 @@ impl OffloadedWeights {
             shard_bytes: DEFAULT_SHARD_BYTES,
         }
         .write(&path)?;
-        Ok(Self { files: HfCheckpoint::open(&path)? })
+        Self::open(&path, weights)
+    }
+
+    fn open(path: &Path, weights: &[OffloadedWeight<'_>]) -> Result<Self, CheckpointError> {
+        let blocks = |weight: &OffloadedWeight<'_>| match weight.elements {
+            StoredElements::Blocks(format) => {
+                Some((weight.record.name.clone(), (format, weight.record.elements())))
+            }
+            StoredElements::Dense(_) => None,
+        };
+        Ok(Self { files: HfCheckpoint::open(path)?, quantized: weights.iter().filter_map(blocks).collect() })
     }
 
     /// Returns the parameters and their places.
     pub fn stored_parameters(&self) -> Vec<StoredParameter<'_>> {
-        self.files.names().filter_map(|name| self.files.stored(name)).collect()
+        let stored = |name| match self.quantized.get(name) {
+            Some(&(format, elements)) => self.files.stored_blocks(name, format, elements),
+            None => self.files.stored(name),
+        };
+        self.files.names().filter_map(stored).collect()
     }
 }
 
@@ -86,7 +113,7 @@ fn place(
     offload_dir: &Path,
     model: &ModelDirectory,
     dtype: DType,
-    records: &[&ParameterRecord],
+    weights: &[OffloadedWeight<'_>],
 ) -> Result<(PathBuf, Value), CheckpointError> {
     let mut files = BTreeMap::new();
     for source in model.sources() {
@@ -104,7 +131,11 @@ fn place(
             files.insert(path.display().to_string(), json!([found.len(), nanoseconds]));
         }
     }
-    let weights: Vec<_> = records.iter().map(|record| json!([record.name, record.shape])).collect();
+    let described = |OffloadedWeight { record, elements }: &OffloadedWeight<'_>| match elements {
+        StoredElements::Dense(_) => json!([record.name, record.shape]),
+        StoredElements::Blocks(format) => json!([record.name, record.shape, format.to_string()]),
+    };
+    let weights: Vec<_> = weights.iter().map(described).collect();
     let origin = json!({ "dtype": dtype.to_string(), "files": files, "weights": weights });
     let digest = Digest::of(origin.to_string().as_bytes()).to_string();
     Ok((offload_dir.join(format!("weights-{dtype}-{}", &digest[..16])), origin))
@@ -120,8 +151,18 @@ fn files_of(source: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     entries.map(|entry| Ok(entry.map_err(failed())?.path())).collect()
 }
 
-fn tensor<'a>(model: &'a ModelDirectory, record: &ParameterRecord) -> ExportTensor<'a> {
+fn tensor<'a>(model: &'a ModelDirectory, weight: OffloadedWeight<'a>) -> ExportTensor<'a> {
+    let record = weight.record;
     let (name, elements) = (record.name.clone(), record.elements());
+    if let StoredElements::Blocks(format) = weight.elements {
+        let shape = vec![format.bytes(elements).unwrap_or(0)];
+        let bytes = Box::new(move || blocks(model, record, format));
+        return ExportTensor {
+            name,
+            shape,
+            data: ExportData::Encoded { dtype: ::safetensors::Dtype::U8, bytes },
+        };
+    }
     // The writer asks for a tensor piece by piece, in order; it is read at the first piece.
     let read = RefCell::new(Vec::new());
     let values = move |start: usize, out: &mut [f32]| -> Result<(), CheckpointError> {
@@ -140,4 +181,22 @@ fn tensor<'a>(model: &'a ModelDirectory, record: &ParameterRecord) -> ExportTens
         shape: record.shape.clone(),
         data: ExportData::Values(Box::new(values)),
     }
+}
+
+/// Returns the blocks of a matrix: those of the model's files, or its numbers, quantized.
+fn blocks(
+    model: &ModelDirectory,
+    record: &ParameterRecord,
+    format: BlockFormat,
+) -> Result<Vec<u8>, CheckpointError> {
+    let is_same = |block: &BlockParameter<'_>| {
+        block.name == record.name && block.format == format && block.elements == record.elements()
+    };
+    let columns = record.shape.last().copied().unwrap_or(1);
+    if let Some(stored) = model.block_parameters().into_iter().find(is_same) {
+        return stored.blocks(columns);
+    }
+    let mut values = Vec::new();
+    model.read(&record.name, &mut values)?;
+    Ok(encode_blocks(format, &values))
 }

@@ -81,12 +81,24 @@ impl TensorFiles {
         }
     }
 
-    /// Returns the parameters that can be repacked into blocks: a whole tensor, or some of its rows.
+    /// Returns the parameters that can be repacked into blocks: a whole tensor, some of its rows, or a tensor for each expert.
     pub(crate) fn packed_parameters<'a>(&'a self, import: &'a HfImport) -> Vec<PackedParameter<'a>> {
         let Self::Quantized(files) = self else { return Vec::new() };
         let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
         let packed = parameters.filter_map(|places| {
-            let [place] = places else { return None };
+            let [place] = places else {
+                let mut end = 0;
+                let follows = |place: &HfPlace| {
+                    let part = place.part();
+                    let is_next = place.transform == HfTransform::Same && part.start == end;
+                    end = part.end;
+                    is_next
+                };
+                let is_stack = places.iter().all(follows);
+                let tensors = places.iter().map(|place| place.tensor.as_str());
+                let stack = is_stack.then(|| files.packed_stack(tensors)).flatten()?;
+                return Some(PackedParameter { name: &places[0].parameter, ..stack });
+            };
             let rows = match &place.transform {
                 _ if place.is_whole() => None,
                 HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => Some(rows.clone()),

@@ -107,7 +107,7 @@ fn repacked_blocks_have_the_values_of_the_packed_tensors() {
         };
         assert_eq!(packed.len(), matrices, "{name}");
         for parameter in packed {
-            let [rows, columns] = parameter.shape;
+            let [rows, columns] = parameter.shape[..] else { panic!("{name}: {:?}", parameter.shape) };
             let long = match format {
                 Some(BlockFormat::Int8G32) if columns == 128 => Some(BlockFormat::Int8G128),
                 other => other,

@@ -35,8 +35,8 @@ impl WeightSource for Weights<'_> {
 
 /// Weights in memory outside of stores, such as buffers that hold one unit after the other.
 pub trait HeldWeights: std::fmt::Debug {
-    /// Returns the weights of a parameter; `None` if they are elsewhere.
-    fn view(&self, id: ParameterId) -> Option<View<'_>>;
+    /// Returns the weights of a parameter, which may be quantized; `None` if they are elsewhere.
+    fn matrix(&self, id: ParameterId) -> Option<Matrix<'_>>;
 }
 
 /// Weights that kernels read, by store.
@@ -76,10 +76,13 @@ impl<'a> Weights<'a> {
         if let Some(blocks) = self.quantized.and_then(|store| store.blocks(id)) {
             return Matrix::Blocks(blocks);
         }
-        match (self.held.and_then(|held| held.view(id)), self.in_place.get(id.0)) {
-            (None, Some(Some(matrix))) => *matrix,
-            (held, _) => Matrix::Dense(held.unwrap_or_else(|| self.view(id))),
-        }
+        self.elsewhere(id).unwrap_or_else(|| Matrix::Dense(self.view(id)))
+    }
+
+    /// Returns weights that are in no store.
+    fn elsewhere(&self, id: ParameterId) -> Option<Matrix<'a>> {
+        let held = self.held.and_then(|held| held.matrix(id));
+        held.or_else(|| self.in_place.get(id.0).copied().flatten())
     }
 
     /// Returns the unsharded weights of a parameter.
@@ -87,18 +90,14 @@ impl<'a> Weights<'a> {
     /// # Panics
     /// If the weights are quantized: the operation that reads them can only read numbers.
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
-        if let Some(view) = self.held.and_then(|held| held.view(id)) {
-            return view;
-        }
-        match self.in_place.get(id.0) {
-            Some(Some(Matrix::Dense(view))) => return *view,
-            Some(Some(Matrix::Blocks(blocks))) => {
+        let elsewhere = self.elsewhere(id);
+        let blocks = || self.quantized.and_then(|store| store.blocks(id)).map(Matrix::Blocks);
+        match elsewhere.or_else(blocks) {
+            Some(Matrix::Dense(view)) => return view,
+            Some(Matrix::Blocks(blocks)) => {
                 panic!("parameter {} is {}, but its operation reads numbers", id.0, blocks.format())
             }
-            _ => {}
-        }
-        if let Some(blocks) = self.quantized.and_then(|store| store.blocks(id)) {
-            panic!("parameter {} is {}, but its operation reads numbers", id.0, blocks.format());
+            None => {}
         }
         let find = |store: &'a StateStore| Some((store, store.span_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));

@@ -54,7 +54,7 @@ impl Estimate {
         };
         // Of experts a token reads some only.
         let (all, per_token) = (plan.model_bytes() as f64, flops(1));
-        let read = per_token / 2.0 * plan.dtype().size_bytes() as f64;
+        let read = per_token / 2.0 * plan.bytes_per_weight();
         let cached = sequences as f64 * kv_cache_bytes(config, (plan.dtype(), plan.kv_cache), context) as f64;
         let step = pass(all.min(sequences as f64 * read), cached, sequences as f64 * per_token);
         let prompt = pass(all, 0.0, flops(chunk));

@@ -32,6 +32,7 @@ mod scheduler;
 mod stored_weights;
 mod stream;
 mod unit_layout;
+mod weight_form;
 mod weights;
 
 pub use batch::{Batch, NewTokens, SequenceId};

@@ -14,7 +14,8 @@ use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
     placement_plan::CHUNK,
     run_memory::{kv_cache_type, kv_layer_bytes, record},
-    weights::{ModelWeights, WeightForm},
+    weight_form::WeightForm,
+    weights::ModelWeights,
 };
 
 /// Settings of [`LoadedModel::load`].
@@ -105,10 +106,8 @@ impl LoadedModel {
         let recorded = record(description.config(), dtype, [1, 1], HeadOutput::Logits, places);
         let stage = ranks.groups().stage(recorded.units());
         let mut queue = queue(&arena, options.threads)?;
-        let int8 = if dtype == DType::F32 { BlockActivations::Float } else { BlockActivations::Int8 };
-        let activations = options.activations.unwrap_or(int8);
-        queue.set_block_activations(activations);
-        let form = WeightForm { dtype, quantization: options.quantize, activations };
+        let form = WeightForm::new(dtype, options.quantize, options.activations);
+        queue.set_block_activations(form.activations);
         let records = (recorded.records(), stage);
         let weights = ModelWeights::load(directory, records, form, (&arena, &*queue))?;
         if let Some(group) = ranks.group() {
@@ -127,7 +126,8 @@ impl LoadedModel {
         plan.write_offloaded(directory)?;
         let InferencePlan { parts, resident, buffers, chunk_tokens, threads, kv_cache, .. } = plan;
         let (arena, dtype) = (Arena::new(), parts.dtype());
-        let queue = queue(&arena, threads)?;
+        let mut queue = queue(&arena, threads)?;
+        queue.set_block_activations(parts.form().activations);
         let weights = ModelWeights::load_placed(directory, parts, (&resident, buffers), &arena, &*queue)?;
         let description = ModelDescription::of(directory)?;
         Ok(Self::of(description, weights, (dtype, kv_cache, chunk_tokens), (arena, queue), Ranks::alone()))

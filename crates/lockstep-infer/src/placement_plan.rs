@@ -6,12 +6,12 @@
 
 use std::path::PathBuf;
 
-use lockstep_checkpoint::{ModelDirectory, OffloadedWeights};
+use lockstep_checkpoint::{ModelDirectory, OffloadedWeights, WeightQuantization, WeightType};
 use lockstep_config::human;
 use lockstep_engine::EngineError;
 use lockstep_model::{HeadOutput, ModelConfig};
-use lockstep_plan::{DType, KvCacheType, ParameterId, ParameterRecord, Places};
-use lockstep_tensor::{DiskIo, Workers, host::available_memory_bytes};
+use lockstep_plan::{DType, KvCacheType, ParameterId, Places};
+use lockstep_tensor::{BlockActivations, DiskIo, Workers, host::available_memory_bytes};
 
 use crate::{
     InferError,
@@ -23,6 +23,7 @@ use crate::{
     run_memory::{RunMemory, Workload, kv_cache_type, record},
     stream::WeightFiles,
     unit_layout::UnitLayout,
+    weight_form::WeightForm,
 };
 
 /// Tokens of a prompt that are computed at once, unless memory is scarce or each pass reads weights from disk.
@@ -64,6 +65,10 @@ pub struct PlanRequest {
     pub offload_dir: Option<PathBuf>,
     /// Type of cached keys and values; `None` takes that of the activations.
     pub kv_cache: Option<KvCacheType>,
+    /// Type of the activations in products with quantized weights; `None` takes int8, but the activations' own type if that is f32.
+    pub activations: Option<BlockActivations>,
+    /// Quantization of the matrices of linear layers that are stored as numbers; `None` leaves them.
+    pub quantize: Option<WeightQuantization>,
     /// Work that memory is planned for.
     pub workload: Workload,
     /// Bytes of the process besides the model ([`proportional_bytes`](lockstep_tensor::host::proportional_bytes)), measured when everything else that stays in memory is
@@ -139,7 +144,7 @@ pub struct InferencePlan {
 }
 
 impl InferencePlan {
-    /// Places a model whose weights are used in type `dtype`.
+    /// Places a model whose weights are used in type `dtype`, or in quantized blocks.
     ///
     /// # Errors
     /// If the model is no causal language model, a limit is too small, a device does not exist, or a given map does not fit the model.
@@ -149,10 +154,9 @@ impl InferencePlan {
             return Err(InferError::DeviceMap { origin: "--max-memory".to_owned(), problems: gpus });
         }
         let config = causal_config(directory)?;
-        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits, Places::default());
-        let mut parts = ModelParts::new(directory, &recorded, dtype);
+        let mut parts = parts(directory, &config, dtype, request);
         if let Some(dir) = &request.offload_dir {
-            match OffloadedWeights::find(dir, directory, dtype, &parts.made_records())? {
+            match OffloadedWeights::find(dir, directory, dtype, &parts.made_weights())? {
                 Some(written) => parts.add_stored(written.stored_parameters()),
                 None => parts.assume_written(),
             }
@@ -166,12 +170,14 @@ impl InferencePlan {
             choice => {
                 let order = if *choice == MapChoice::Sequential { Order::Sequential } else { Order::Spread };
                 let solved = question.solve(&parts, order, limit);
-                solved.ok_or_else(|| question.too_small(&parts, limit, least))?
+                let refused =
+                    || question.too_small(&parts, limit, least, &question.remedies(directory, &parts, least));
+                solved.ok_or_else(refused)?
             }
         };
         let memory = question.memory(&parts, &resident, buffers, chunk);
         if memory.total() > limit {
-            return Err(question.too_small(&parts, limit, memory.total()));
+            return Err(question.too_small(&parts, limit, memory.total(), ""));
         }
         let plan = Self::assemble(parts, resident, (buffers, chunk), (memory, kv_cache));
         if let Some(disk) = request.limits.disk.filter(|&disk| disk < plan.disk_bytes) {
@@ -231,8 +237,8 @@ impl InferencePlan {
         let is_streamed = self.parts.assumed().iter().any(|id| !self.resident[id.0]);
         self.parts.forget_assumed();
         if is_streamed {
-            let records = self.parts.made_records();
-            let written = OffloadedWeights::write(dir, directory, self.parts.dtype(), &records)?;
+            let weights = self.parts.made_weights();
+            let written = OffloadedWeights::write(dir, directory, self.parts.dtype(), &weights)?;
             self.parts.add_stored(written.stored_parameters());
         }
         Ok(())
@@ -254,18 +260,36 @@ impl InferencePlan {
         self.buffers
     }
 
-    /// Returns the type in which weights are used.
+    /// Returns the type of activations, and of weights that are numbers.
     pub fn dtype(&self) -> DType {
         self.parts.dtype()
     }
 
-    /// Returns the bytes of all weights in the model's type, tied ones once.
+    /// Returns the bytes of all weights in memory, tied ones once.
     pub fn model_bytes(&self) -> u64 {
         self.modules.iter().map(|module| module.bytes).sum()
     }
+
+    /// Returns the bytes of a weight in memory, on average.
+    pub(crate) fn bytes_per_weight(&self) -> f64 {
+        let owned = self.parts.records.iter().filter(|record| record.tie.is_none());
+        self.model_bytes() as f64 / owned.map(|record| record.elements()).sum::<usize>().max(1) as f64
+    }
+}
+
+/// Returns the parts of a model in the form that a request asks for.
+fn parts(
+    directory: &ModelDirectory,
+    config: &ModelConfig,
+    dtype: DType,
+    request: &PlanRequest,
+) -> ModelParts {
+    let recorded = record(config, dtype, [1, 1], HeadOutput::Logits, Places::default());
+    ModelParts::new(directory, &recorded, WeightForm::new(dtype, request.quantize, request.activations))
 }
 
 /// Inputs of a plan besides the parts of the model.
+#[derive(Clone, Copy)]
 struct Question<'q> {
     config: &'q ModelConfig,
     request: &'q PlanRequest,
@@ -357,22 +381,46 @@ impl Question<'_> {
         PredictedMemory { process, weights, streaming: streaming as u64, kv_cache, activations, workspace }
     }
 
+    /// Names the options with which a limit below `least` bytes would do, each with its least limit.
+    fn remedies(&self, directory: &ModelDirectory, parts: &ModelParts, least: u64) -> String {
+        let mut found = Vec::new();
+        if let Workload::Generation { .. } = self.request.workload {
+            let narrow = Self { kv_cache: KvCacheType::Int8, ..*self };
+            found.push(("--kv-cache int8".to_owned(), narrow.least(parts)));
+        }
+        if self.request.quantize.is_none() {
+            let int4 = WeightQuantization { to: WeightType::Int4, group_size: None };
+            let request = PlanRequest { quantize: Some(int4), ..self.request.clone() };
+            let mut quantized = self::parts(directory, self.config, parts.dtype(), &request);
+            // Quantized matrices are written once, else all of them stay in memory.
+            quantized.assume_written();
+            let offload = if request.offload_dir.is_none() { " --offload-dir DIR" } else { "" };
+            found.push((format!("--quantize int4{offload}"), self.least(&quantized)));
+        }
+        let helps = found.into_iter().filter(|(_, with)| least_mib(*with) < least_mib(least));
+        helps.map(|(option, with)| format!("; with {option} cpu={}MiB would do", least_mib(with))).collect()
+    }
+
     /// Describes a limit below `least` bytes.
-    fn too_small(&self, parts: &ModelParts, limit_bytes: u64, least: u64) -> InferError {
-        let made: Vec<&ParameterRecord> = parts.made_records();
+    fn too_small(&self, parts: &ModelParts, limit_bytes: u64, least: u64, remedies: &str) -> InferError {
+        let made = parts.made_weights();
         let hint = match made.first().filter(|_| self.request.offload_dir.is_none()) {
             Some(first) => format!(
                 "; {} (the first is {}) cannot be read from disk as they are stored: give --offload-dir DIR, where they are \
                  written once",
                 human::plural(made.len(), "weight"),
-                first.name
+                first.record.name
             ),
             None => String::new(),
         };
-        // The process may be larger by a little next time.
-        let least_mib = (least >> 20) + 2;
-        InferError::LimitTooSmall { limit_bytes, least_mib, hint, run: self.run(parts, LEAST_CHUNK).total() }
+        let (least_mib, run) = (least_mib(least), self.run(parts, LEAST_CHUNK).total());
+        InferError::LimitTooSmall { limit_bytes, least_mib, hint: hint + remedies, run }
     }
+}
+
+/// Returns a limit in MiB that `bytes` fit. The process may be larger by a little next time.
+fn least_mib(bytes: u64) -> u64 {
+    (bytes >> 20) + 2
 }
 
 /// Returns the parts of a model as the solver sees them, with the parameters of each: one for each unit. A table that an output
@@ -390,8 +438,12 @@ fn items(parts: &ModelParts, rows: usize) -> (Vec<Item>, Vec<Vec<ParameterId>>) 
         let made = ids.iter().filter(|&&id| parts.place(id) == WeightPlace::Made);
         let made_bytes: u64 = made.clone().map(|&id| parts.bytes(id)).sum();
         let tables = ids.iter().filter(|id| parts.records[id.0].unit == 0);
+        // A resident table lies with its own unit.
+        let of_one_unit = ids.chunk_by(|a, b| parts.records[a.0].unit == parts.records[b.0].unit);
+        let resident =
+            of_one_unit.map(|ids| UnitLayout::new(parts, ids.iter().copied()).resident_bytes(parts));
         Item {
-            resident_bytes: layout.resident_bytes(parts) as u64 + made_bytes,
+            resident_bytes: resident.sum::<usize>() as u64 + made_bytes,
             slot_bytes: layout.bytes as u64,
             converted_bytes: layout.converted_bytes as u64,
             touched_bytes: tables.map(|&id| touched_bytes(parts, id, rows)).sum(),

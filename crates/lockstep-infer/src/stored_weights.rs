@@ -6,7 +6,10 @@ use lockstep_checkpoint::{RowOrder, StoredParameter, gguf::StoredElements};
 use lockstep_plan::{DType, MemoryCategory, ParameterRecord};
 use lockstep_tensor::{Arena, BlockLayout, BlockMatrix, Buffer, Kernels, MappedTensors, Shape, View};
 
-use crate::InferError;
+use crate::{
+    InferError,
+    weight_form::{WeightForm, bytes_of},
+};
 
 /// Place of a parameter that stays as it is stored.
 #[derive(Debug, Clone, Copy)]
@@ -30,12 +33,24 @@ pub(crate) enum Source {
 impl StoredPlace {
     /// Returns the bytes of the elements.
     pub(crate) fn bytes(&self) -> usize {
-        let (rows, columns) = self.shape.as_matrix();
-        let bytes = match self.stored {
-            StoredElements::Dense(dtype) => Some(self.shape.elements() * dtype.size_bytes()),
-            StoredElements::Blocks(format) => BlockMatrix::bytes_of(format, self.layout, [rows, columns]),
-        };
-        bytes.unwrap_or(0)
+        bytes_of(self.stored, self.layout, self.shape).unwrap_or(0)
+    }
+
+    /// Returns the place of a matrix in a form; `map` is the file in which it lies.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub(crate) fn arranged(
+        self,
+        form: WeightForm,
+        map: Option<&MappedTensors>,
+        copied: &mut Vec<Buffer>,
+        memory: (&Arena, &dyn Kernels),
+    ) -> Result<Self, InferError> {
+        match form.interleaves(self.stored, self.shape) {
+            true => self.interleaved(map, copied, memory),
+            false => Ok(self),
+        }
     }
 
     /// Interleaves the rows of a matrix of blocks, so that products of few tokens read them faster. The result takes the place of a
@@ -46,7 +61,7 @@ impl StoredPlace {
     ///
     /// # Panics
     /// If the place holds numbers, or rows that cannot be interleaved.
-    pub(crate) fn interleaved(
+    fn interleaved(
         self,
         map: Option<&MappedTensors>,
         copied: &mut Vec<Buffer>,

@@ -14,15 +14,18 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_checkpoint::gguf::StoredElements;
 use lockstep_engine::EngineError;
-use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory, ParameterId, aligned_buffer_bytes};
+use lockstep_plan::{DISK_ALIGNMENT_BYTES, DType, MemoryCategory, ParameterId, aligned_buffer_bytes};
 use lockstep_tensor::{
-    Arena, Buffer, DiskError, DiskIo, DiskQueue, DiskTraffic, Kernels, StoredFile, Ticket, View,
+    Arena, BlockLayout, Buffer, DiskError, DiskIo, DiskQueue, DiskTraffic, Kernels, Matrix, Shape,
+    StoredFile, Ticket,
 };
 
 use crate::{
     device_map::ModelParts,
-    unit_layout::{HeldWeight, UnitLayout},
+    unit_layout::{Extent, HeldWeight, UnitLayout},
+    weight_form::{copy_rows, matrix_of},
 };
 
 /// Longest wait for a read.
@@ -51,16 +54,16 @@ impl WeightFiles {
         Ok(Self { files, queue })
     }
 
-    /// Starts to read the extents of a unit into `memory` from byte `start` on, in reads of `read_bytes`.
+    /// Starts to read extents into `memory` from byte `start` on, in reads of `read_bytes`.
     pub(crate) fn start(
         &mut self,
-        layout: &UnitLayout,
+        extents: &[Extent],
         memory: &mut Buffer,
         start: usize,
         read_bytes: usize,
     ) -> Vec<Ticket> {
         let mut tickets = Vec::new();
-        for extent in &layout.extents {
+        for extent in extents {
             for done in (0..extent.bytes).step_by(read_bytes) {
                 let first = start + extent.start + done;
                 let loan = memory.lend(first..first + read_bytes.min(extent.bytes - done));
@@ -198,18 +201,21 @@ impl Stream {
         self.next = (index + 1) % self.layouts.len();
         self.read_ahead()?;
         for weight in &self.layouts[index].weights {
-            if let Some(converted) = self.converted_view(parts, weight) {
-                kernels.cast(self.stored_view(parts, slot, weight), converted);
-            }
+            self.convert(kernels, parts, slot, weight);
         }
         Ok(())
     }
 
-    /// Returns the weights of a parameter of the unit in use.
-    pub(crate) fn view(&self, parts: &ModelParts, owner: ParameterId) -> Option<View<'_>> {
+    /// Returns the weights of a parameter of the unit in use, as a matrix of `shape`.
+    pub(crate) fn matrix(&self, parts: &ModelParts, owner: ParameterId, shape: Shape) -> Option<Matrix<'_>> {
         let slot = self.current?;
         let weight = self.layouts[self.slots[slot].unit?].weights.iter().find(|weight| weight.id == owner)?;
-        Some(self.converted_view(parts, weight).unwrap_or_else(|| self.stored_view(parts, slot, weight)))
+        let (buffer, start) = match weight.converted {
+            Some(start) => (&self.converted, start),
+            None => (&self.memory, self.start_of(slot, weight)),
+        };
+        let form = (parts.elements(owner), BlockLayout::Rows);
+        matrix_of(form, shape, |dtype, shape| Some(buffer.view(dtype, start, shape)))
     }
 
     /// Returns the traffic of the disk since the last call.
@@ -217,16 +223,29 @@ impl Stream {
         self.files.queue.take_traffic()
     }
 
-    fn stored_view(&self, parts: &ModelParts, slot: usize, weight: &HeldWeight) -> View<'_> {
-        self.memory.view(
-            weight.stored,
-            slot * self.slot_bytes + weight.start,
-            [parts.records[weight.id.0].elements()],
-        )
+    /// Converts a weight of the unit in a slot, if it is not used as it is stored.
+    fn convert(&self, kernels: &dyn Kernels, parts: &ModelParts, slot: usize, weight: &HeldWeight) {
+        let Some(target) = weight.converted else { return };
+        let start = self.start_of(slot, weight);
+        match (weight.stored, parts.elements(weight.id)) {
+            (StoredElements::Dense(stored), StoredElements::Dense(dtype)) if stored != dtype => {
+                let elements = [parts.shape(weight.id).elements()];
+                let from = self.memory.view(stored, start, elements);
+                kernels.cast(from, self.converted.view(dtype, target, elements));
+            }
+            (stored, _) => {
+                let bytes = [parts.bytes_in(weight.id, stored) as usize];
+                let rows = parts.shape(weight.id).as_matrix().0;
+                let from = self.memory.view(DType::U8, start, bytes);
+                let to = self.converted.view(DType::U8, target, bytes);
+                copy_rows(from, weight.order, bytes[0] / rows.max(1), to);
+            }
+        }
     }
 
-    fn converted_view(&self, parts: &ModelParts, weight: &HeldWeight) -> Option<View<'_>> {
-        Some(self.converted.view(parts.dtype(), weight.converted?, [parts.records[weight.id.0].elements()]))
+    /// Returns the byte of the buffers at which a weight of the unit in a slot begins.
+    fn start_of(&self, slot: usize, weight: &HeldWeight) -> usize {
+        slot * self.slot_bytes + weight.start
     }
 
     fn slot_of(&self, index: usize) -> Option<usize> {
@@ -263,7 +282,7 @@ impl Stream {
         let whole = (self.slots.len() * self.slot_bytes).div_ceil(MOST_READS);
         let read_bytes = READ_BYTES.max(whole).next_multiple_of(DISK_ALIGNMENT_BYTES);
         let start = slot * self.slot_bytes;
-        let reads = self.files.start(&self.layouts[index], &mut self.memory, start, read_bytes);
+        let reads = self.files.start(&self.layouts[index].extents, &mut self.memory, start, read_bytes);
         self.slots[slot] = Slot { unit: Some(index), reads };
         Ok(())
     }

@@ -1,14 +1,18 @@
 //! The layout of a unit's weights in one buffer: extents of files, read in whole blocks of the disk, and places of weights in
 //! them.
 //!
-//! Tensors that lie next to each other in a file are one extent. Weights of another type than the model's are converted after
-//! the read, into a second buffer.
+//! Tensors that lie next to each other in a file are one extent. Numbers of another type than the model's, and rows in another order,
+//! are converted after the read, into a second buffer. Quantized blocks are used as they are read, row by row.
 //!
 //! ```text
 //! file     ... | q | k | v | o | norm | ...          buffer    [ q | k | v | o | norm ]   blocks of 4096 bytes
 //! ```
 
-use lockstep_plan::{DISK_ALIGNMENT_BYTES, DType, ParameterId, booked_bytes};
+use std::ops::Range;
+
+use lockstep_checkpoint::{RowOrder, gguf::StoredElements};
+use lockstep_plan::{DISK_ALIGNMENT_BYTES, ParameterId, booked_bytes};
+use lockstep_tensor::BlockLayout;
 
 use crate::device_map::{ModelParts, WeightPlace};
 
@@ -25,12 +29,24 @@ pub(crate) struct Extent {
     pub(crate) start: usize,
 }
 
+impl Extent {
+    /// Returns the blocks of the disk that hold a range of a file, at the begin of a buffer.
+    pub(crate) fn of(file: usize, range: Range<u64>) -> Self {
+        let block = DISK_ALIGNMENT_BYTES as u64;
+        let offset = range.start / block * block;
+        let bytes = (range.end.next_multiple_of(block) - offset) as usize;
+        Self { file, offset, bytes, start: 0 }
+    }
+}
+
 /// Place of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HeldWeight {
     pub(crate) id: ParameterId,
-    /// Type in the file.
-    pub(crate) stored: DType,
+    /// Elements in the file.
+    pub(crate) stored: StoredElements,
+    /// Order of the rows in the file.
+    pub(crate) order: RowOrder,
     /// Byte of the buffer at which the elements begin.
     pub(crate) start: usize,
     /// Byte of the buffer for conversions at which the converted elements begin, if they are converted.
@@ -51,20 +67,22 @@ pub(crate) struct UnitLayout {
 impl UnitLayout {
     /// Lays out those of the parameters that are stored in a file.
     pub(crate) fn new(parts: &ModelParts, ids: impl IntoIterator<Item = ParameterId>) -> Self {
-        let mut stored: Vec<(usize, u64, DType, ParameterId)> = ids
+        let mut weights: Vec<(usize, u64, (StoredElements, RowOrder), ParameterId)> = ids
             .into_iter()
             .filter_map(|id| match parts.place(id) {
-                WeightPlace::Stored { file, offset, dtype } => Some((file, offset, dtype, parts.owner(id))),
+                WeightPlace::Stored { file, offset, stored, order } => {
+                    Some((file, offset, (stored, order), parts.owner(id)))
+                }
                 WeightPlace::Made => None,
             })
             .collect();
-        stored.sort_unstable_by_key(|&(file, offset, ..)| (file, offset));
-        stored.dedup();
-        let block = DISK_ALIGNMENT_BYTES as u64;
+        weights.sort_unstable_by_key(|&(file, offset, ..)| (file, offset));
+        weights.dedup();
         let mut layout = Self::default();
-        for (file, offset, dtype, id) in stored {
-            let first = offset / block * block;
-            let end = (offset + parts.bytes_in(id, dtype)).next_multiple_of(block);
+        for (file, offset, (stored, order), id) in weights {
+            let Extent { offset: first, bytes, .. } =
+                Extent::of(file, offset..offset + parts.bytes_in(id, stored));
+            let end = first + bytes as u64;
             match layout.extents.last_mut() {
                 Some(last)
                     if last.file == file && first <= last.offset + last.bytes as u64 + LONGEST_GAP_BYTES =>
@@ -73,18 +91,18 @@ impl UnitLayout {
                 }
                 _ => {
                     let start = layout.extents.last().map_or(0, |last| last.start + last.bytes);
-                    let bytes = (end - first) as usize;
                     layout.extents.push(Extent { file, offset: first, bytes, start });
                 }
             }
             let extent = layout.extents[layout.extents.len() - 1];
-            let is_converted = dtype != parts.dtype();
+            let elements = parts.elements(id);
+            let is_converted = (stored, order) != (elements, RowOrder::Same);
             let converted = is_converted.then_some(layout.converted_bytes);
             if is_converted {
-                layout.converted_bytes += booked_bytes(parts.bytes(id) as usize);
+                layout.converted_bytes += booked_bytes(parts.bytes_in(id, elements) as usize);
             }
             let start = extent.start + (offset - extent.offset) as usize;
-            layout.weights.push(HeldWeight { id, stored: dtype, start, converted });
+            layout.weights.push(HeldWeight { id, stored, order, start, converted });
         }
         layout.bytes = layout.extents.last().map_or(0, |last| last.start + last.bytes);
         layout
@@ -102,9 +120,9 @@ impl UnitLayout {
         parts.units.iter().enumerate().map(layouts).collect()
     }
 
-    /// Returns the bytes of the weights in a resident buffer: as they are stored, or each in the model's type.
+    /// Returns the bytes of the weights in a resident buffer: as they are stored, or each in its form in memory.
     pub(crate) fn resident_bytes(&self, parts: &ModelParts) -> usize {
-        if self.is_as_stored() {
+        if self.is_as_stored(parts) {
             return self.bytes;
         }
         let bytes: usize =
@@ -112,8 +130,9 @@ impl UnitLayout {
         bytes.next_multiple_of(DISK_ALIGNMENT_BYTES)
     }
 
-    /// Returns true if every weight has the model's type.
-    pub(crate) fn is_as_stored(&self) -> bool {
-        self.converted_bytes == 0
+    /// Returns true if every weight is stored in its form in memory.
+    pub(crate) fn is_as_stored(&self, parts: &ModelParts) -> bool {
+        let is_row_by_row = |weight: &HeldWeight| parts.layout(weight.id) == BlockLayout::Rows;
+        self.converted_bytes == 0 && self.weights.iter().all(is_row_by_row)
     }
 }

@@ -2,8 +2,7 @@
 //! mapped file, so that its pages are read at their first use and belong to the page cache; the others are converted into memory. Of a
 //! parameter that is sharded over ranks, each maps or copies its own bytes alone.
 //! Quantized matrices stay quantized, whatever the type of the other weights: in the mapped file, or repacked into blocks. With a limit,
-//! weights are read into memory or streamed
-//! ([`HeldUnits`]), and quantized ones are decoded.
+//! weights are read into memory or streamed ([`HeldUnits`]).
 
 use std::{
     borrow::Cow,
@@ -15,15 +14,12 @@ use std::{
 
 use half::{bf16, f16, vec::HalfFloatVecExt};
 use lockstep_checkpoint::{
-    CheckpointError, ModelDirectory, RowOrder, StoredParameter, WeightQuantization, encode_blocks,
-    gguf::StoredElements, is_quantizable,
+    CheckpointError, ModelDirectory, PackedParameter, RowOrder, StoredParameter, encode_blocks,
+    gguf::StoredElements,
 };
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
 use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
-use lockstep_tensor::{
-    Arena, BlockActivations, BlockLayout, BlockMatrix, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix,
-    Shape, View,
-};
+use lockstep_tensor::{Arena, BlockLayout, Buffer, DiskTraffic, Kernels, MappedTensors, Matrix, Shape, View};
 
 use crate::{
     InferError,
@@ -31,6 +27,7 @@ use crate::{
     held::HeldUnits,
     stored_weights::{Source, StoredPlace, StoredShard, byte_ranges, cast_pieces, copy},
     unit_layout::UnitLayout,
+    weight_form::{WeightForm, matrix_of},
 };
 
 /// The weights of a model.
@@ -54,41 +51,6 @@ pub(crate) struct ModelWeights {
 struct Files<'p> {
     files: Vec<MappedTensors>,
     numbers: HashMap<&'p Path, usize>,
-}
-
-/// Form of the weights of a model in memory.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct WeightForm {
-    /// Type of weights that are numbers.
-    pub(crate) dtype: DType,
-    /// Quantization of whole matrices of linear layers that are stored as numbers.
-    pub(crate) quantization: Option<WeightQuantization>,
-    /// Activations in products with quantized weights.
-    pub(crate) activations: BlockActivations,
-}
-
-impl WeightForm {
-    /// Returns true if the rows of a matrix are interleaved: those of blocks whose codes are multiplied with codes of activations.
-    fn interleaves(&self, stored: StoredElements, shape: Shape) -> bool {
-        let StoredElements::Blocks(format) = stored else { return false };
-        self.activations == BlockActivations::Int8
-            && format.has_integer_codes()
-            && BlockMatrix::bytes_of(format, BlockLayout::Interleaved, shape.as_matrix().into()).is_some()
-    }
-
-    /// Returns the place of a matrix in this form; `map` is the file in which it lies.
-    fn arranged(
-        &self,
-        place: StoredPlace,
-        map: Option<&MappedTensors>,
-        copied: &mut Vec<Buffer>,
-        memory: (&Arena, &dyn Kernels),
-    ) -> Result<StoredPlace, InferError> {
-        match self.interleaves(place.stored, place.shape) {
-            true => place.interleaved(map, copied, memory),
-            false => Ok(place),
-        }
-    }
 }
 
 impl<'p> Files<'p> {
@@ -151,21 +113,21 @@ impl ModelWeights {
                 }
             };
             if let Some(place) = shard.place((file, map), &mut copied, arena)? {
-                stored[id] = Some(form.arranged(place, Some(map), &mut copied, (arena, kernels))?);
+                stored[id] = Some(place.arranged(form, Some(map), &mut copied, (arena, kernels))?);
             }
         }
         for parameter in directory.packed_parameters() {
             let Some(&id) = ids.get(parameter.name) else { continue };
-            let (packed, record) = (StoredElements::Blocks(parameter.format), &records[id]);
-            let ranges = byte_ranges(packed, RowOrder::Same, record);
-            let Some(ranges) = ranges.filter(|_| record.shape == parameter.shape) else { continue };
-            let mut blocks = vec![0; parameter.bytes()];
-            parameter.pack(&mut blocks)?;
-            let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
-            let place = copy(&pieces, (packed, record), &mut copied, arena)?;
-            stored[id] = Some(form.arranged(place, None, &mut copied, (arena, kernels))?);
+            if let Some(place) = packed(&parameter, &records[id], &mut copied, arena)? {
+                stored[id] = Some(place.arranged(form, None, &mut copied, (arena, kernels))?);
+            }
         }
-        quantize(directory, records, form, (&mut stored, &mut copied), (arena, kernels))?;
+        let numbers = records.iter().enumerate().filter(|&(id, _)| {
+            stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)))
+        });
+        let formats: Vec<(usize, BlockFormat)> =
+            numbers.filter_map(|(id, record)| Some((id, form.quantized_format(record)?))).collect();
+        quantize(directory, (records, &formats), form, (&mut stored, &mut copied), (arena, kernels))?;
         let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
         let category = MemoryCategory::Parameters;
@@ -213,23 +175,25 @@ impl ModelWeights {
         kernels: &dyn Kernels,
     ) -> Result<Self, InferError> {
         let dtype = parts.dtype();
-        let mut is_made = vec![false; parts.records.len()];
-        parts.made().for_each(|id| is_made[id.0] = true);
         assert!(
-            is_made.iter().zip(resident).all(|(is_made, is_resident)| *is_resident || !is_made),
+            parts.made().all(|id| resident[id.0]),
             "only weights that are stored as they are used are on disk"
         );
+        let mut is_converted = vec![false; parts.records.len()];
+        let numbers = parts.made().filter(|&id| matches!(parts.elements(id), StoredElements::Dense(_)));
+        numbers.for_each(|id| is_converted[id.0] = true);
         let category = MemoryCategory::Parameters;
         let converted =
-            StateStore::zeros_of_selected(arena, &parts.records, |id| is_made[id], dtype, category)?;
-        convert(directory, &parts.records, &is_made, &converted)?;
-        let (files, stored) = Self::map_tables(&parts, resident)?;
-        let in_place_bytes =
-            stored.iter().flatten().map(|place| place.shape.elements() * dtype.size_bytes()).sum();
+            StateStore::zeros_of_selected(arena, &parts.records, |id| is_converted[id], dtype, category)?;
+        convert(directory, &parts.records, &is_converted, &converted)?;
+        let (files, mut stored) = Self::map_tables(&parts, resident)?;
+        let in_place_bytes = stored.iter().flatten().map(StoredPlace::bytes).sum();
+        let mut copied = Vec::new();
+        make_blocks(directory, &parts, (&mut stored, &mut copied), (arena, kernels))?;
         let layouts = UnitLayout::of_units(&parts, resident);
         let held = HeldUnits::load(parts, layouts, buffers, arena, kernels)?;
         let held = Some(RefCell::new(held));
-        Ok(Self { converted, files, copied: Vec::new(), stored, in_place_bytes, held })
+        Ok(Self { converted, files, copied, stored, in_place_bytes, held })
     }
 
     /// Maps the files of the tables that are not resident.
@@ -239,14 +203,15 @@ impl ModelWeights {
     ) -> Result<(Vec<MappedTensors>, Vec<Option<StoredPlace>>), InferError> {
         let (mut files, mut stored) = (Files::default(), vec![None; parts.records.len()]);
         for &id in parts.units[0].iter().filter(|id| !resident[id.0]) {
-            let WeightPlace::Stored { file, offset, .. } = parts.place(id) else { continue };
+            let WeightPlace::Stored { file, offset, stored: elements, .. } = parts.place(id) else {
+                continue;
+            };
             let path = &parts.files[file];
             let file = files.index(path)?;
             let advised = files.files[file].for_lookups();
             advised.map_err(|source| InferError::Map { path: path.clone(), source })?;
             let shape = Shape::from(parts.records[id.0].shape.as_slice());
             let source = Source::File { file, offset: offset as usize };
-            let elements = StoredElements::Dense(parts.dtype());
             let layout = BlockLayout::Rows;
             stored[id.0] = Some(StoredPlace { source, stored: elements, layout, shape });
         }
@@ -297,18 +262,10 @@ impl ModelWeights {
     }
 
     fn matrix(&self, place: &StoredPlace) -> Option<Matrix<'_>> {
-        let bytes = |dtype, shape: Shape| match place.source {
+        matrix_of((place.stored, place.layout), place.shape, |dtype, shape| match place.source {
             Source::File { file, offset } => self.files[file].view(dtype, offset, shape),
             Source::Copied(index) => Some(self.copied[index].view(dtype, 0, shape)),
-        };
-        match place.stored {
-            StoredElements::Dense(dtype) => bytes(dtype, place.shape).map(Matrix::Dense),
-            StoredElements::Blocks(format) => {
-                let bytes = bytes(DType::U8, Shape::from([place.bytes()]))?;
-                let shape = place.shape.as_matrix().into();
-                Some(Matrix::Blocks(BlockMatrix::with_layout(format, place.layout, bytes, shape)))
-            }
-        }
+        })
     }
 }
 
@@ -324,34 +281,65 @@ fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
     }
 }
 
-/// Quantizes the matrices of linear layers that are numbers, one at a time.
-fn quantize(
+/// Packs this rank's shard of a matrix into blocks; `None` if they do not fit the parameter.
+fn packed(
+    parameter: &PackedParameter<'_>,
+    record: &ParameterRecord,
+    copied: &mut Vec<Buffer>,
+    arena: &Arena,
+) -> Result<Option<StoredPlace>, InferError> {
+    let packed = StoredElements::Blocks(parameter.format);
+    let ranges = byte_ranges(packed, RowOrder::Same, record);
+    let Some(ranges) = ranges.filter(|_| record.shape == parameter.shape) else { return Ok(None) };
+    let mut blocks = vec![0; parameter.bytes()];
+    parameter.pack(&mut blocks)?;
+    let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
+    copy(&pieces, (packed, record), copied, arena).map(Some)
+}
+
+/// Makes the quantized matrices that no file holds as they are used: packed ones, and numbers that are quantized.
+fn make_blocks(
     directory: &ModelDirectory,
-    records: &[ParameterRecord],
-    form: WeightForm,
+    parts: &ModelParts,
     (stored, copied): (&mut [Option<StoredPlace>], &mut Vec<Buffer>),
-    (arena, kernels): (&Arena, &dyn Kernels),
+    memory: (&Arena, &dyn Kernels),
 ) -> Result<(), InferError> {
-    let Some(quantization) = form.quantization else { return Ok(()) };
-    let mut formats: HashMap<&str, (usize, BlockFormat)> = HashMap::new();
-    for (id, record) in records.iter().enumerate() {
-        let is_number = stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)));
-        if record.tie.is_none()
-            && is_number
-            && is_quantizable(&record.name, &record.shape)
-            && let Some(format) = quantization.format(record.shape[1])
-        {
-            formats.insert(record.name.as_str(), (id, format));
+    let format = |id: ParameterId| match parts.elements(id) {
+        StoredElements::Blocks(format) => Some((parts.records[id.0].name.as_str(), (id.0, format))),
+        StoredElements::Dense(_) => None,
+    };
+    let mut formats: HashMap<&str, (usize, BlockFormat)> = parts.made().filter_map(format).collect();
+    for parameter in directory.packed_parameters() {
+        let Some(&(id, _)) = formats.get(parameter.name) else { continue };
+        if let Some(place) = packed(&parameter, &parts.records[id], copied, memory.0)? {
+            stored[id] = Some(place.arranged(parts.form(), None, copied, memory)?);
+            formats.remove(parameter.name);
         }
     }
+    let numbers: Vec<(usize, BlockFormat)> = formats.into_values().collect();
+    quantize(directory, (&parts.records, &numbers), parts.form(), (stored, copied), memory)
+}
+
+/// Quantizes matrices that are numbers, given with their formats, one at a time.
+fn quantize(
+    directory: &ModelDirectory,
+    (records, formats): (&[ParameterRecord], &[(usize, BlockFormat)]),
+    form: WeightForm,
+    (stored, copied): (&mut [Option<StoredPlace>], &mut Vec<Buffer>),
+    memory: (&Arena, &dyn Kernels),
+) -> Result<(), InferError> {
+    if formats.is_empty() {
+        return Ok(());
+    }
+    let formats: HashMap<&str, (usize, BlockFormat)> =
+        formats.iter().map(|&(id, format)| (records[id].name.as_str(), (id, format))).collect();
     directory.for_each_selected(
         |name| formats.contains_key(name),
         |name, values| -> Result<(), InferError> {
             let (id, format) = formats[name];
             let blocks = encode_blocks(format, values);
-            let place = (StoredElements::Blocks(format), &records[id]);
-            let place = copy(&[&blocks], place, copied, arena)?;
-            stored[id] = Some(form.arranged(place, None, copied, (arena, kernels))?);
+            let place = copy(&[&blocks], (StoredElements::Blocks(format), &records[id]), copied, memory.0)?;
+            stored[id] = Some(place.arranged(form, None, copied, memory)?);
             Ok(())
         },
     )

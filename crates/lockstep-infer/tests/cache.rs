@@ -24,8 +24,14 @@ mod latents;
 #[path = "cache/placed.rs"]
 mod placed;
 
+#[path = "cache/placed_quantized.rs"]
+mod placed_quantized;
+
 #[path = "cache/quantized.rs"]
 mod quantized;
+
+#[path = "cache/quantized_experts.rs"]
+mod quantized_experts;
 
 const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;

@@ -40,7 +40,7 @@ pub(crate) struct ModelArguments {
     #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
     activations: ActivationChoice,
     /// Quantize the linear layers of blocks as they are loaded, in groups of 128 (int8) or 64 (int4, nf4)
-    #[arg(long, value_name = "TYPE", value_enum, conflicts_with_all = ["device_map", "max_memory", "offload_dir"])]
+    #[arg(long, value_name = "TYPE", value_enum)]
     quantize: Option<QuantizedType>,
     /// Compute threads of each rank [default: all cores, shared by the ranks of this machine]
     #[arg(long)]

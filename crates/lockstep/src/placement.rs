@@ -1,18 +1,18 @@
 //! The device map and the memory limits of an inference, from the command line, and the table of a placed model.
 
+use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
-use lockstep_checkpoint::{DType, ModelDirectory};
+use lockstep_checkpoint::{DType, ModelDirectory, gguf::StoredElements};
 use lockstep_config::{find_weights, human};
 use lockstep_engine::Ranks;
 use lockstep_infer::{
     DeviceMap, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice, MemoryLimits,
     ModelDescription, PlanRequest, Workload,
 };
-use lockstep_plan::KvCacheType;
 use lockstep_tensor::host::proportional_bytes;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::exit::Failure;
 use crate::output::note;
@@ -40,11 +40,7 @@ impl PlacementArguments {
     }
 
     /// Returns the question that these arguments ask. The process's own memory is measured now.
-    pub(crate) fn request(
-        &self,
-        workload: Workload,
-        (threads, kv_cache): (usize, Option<KvCacheType>),
-    ) -> Result<PlanRequest, Failure> {
+    pub(crate) fn request(&self, workload: Workload, options: LoadOptions) -> Result<PlanRequest, Failure> {
         let map = match self.device_map.as_deref() {
             None | Some("auto" | "balanced") => MapChoice::Balanced,
             Some("sequential") => MapChoice::Sequential,
@@ -53,7 +49,18 @@ impl PlacementArguments {
         let limits = self.max_memory.clone().unwrap_or_default();
         let offload_dir = self.offload_dir.clone();
         let process_bytes = proportional_bytes();
-        Ok(PlanRequest { map, limits, offload_dir, kv_cache, workload, process_bytes, threads })
+        let LoadOptions { threads, activations, quantize, kv_cache, .. } = options;
+        Ok(PlanRequest {
+            map,
+            limits,
+            offload_dir,
+            kv_cache,
+            activations,
+            quantize,
+            workload,
+            process_bytes,
+            threads,
+        })
     }
 }
 
@@ -102,7 +109,7 @@ impl FoundModel {
         if !self.placement.is_given() {
             return Ok(None);
         }
-        let request = self.placement.request(workload, (self.options.threads, self.options.kv_cache))?;
+        let request = self.placement.request(workload, self.options)?;
         Ok(Some(InferencePlan::new(&self.directory, self.dtype(), &request)?))
     }
 
@@ -163,8 +170,14 @@ pub(crate) fn table(plan: &InferencePlan) -> Vec<String> {
     for ((name, device), module) in plan.map.entries().iter().zip(&plan.modules) {
         let number = name.rsplit('.').next().and_then(|last| last.parse().ok());
         let note = module.tied_to.as_ref().map_or(String::new(), |other| format!("tied to {other}"));
-        let row =
-            Row { name: name.clone(), last: number, device: device.to_string(), bytes: module.bytes, note };
+        let row = Row {
+            name: name.clone(),
+            last: number,
+            device: device.to_string(),
+            bytes: module.bytes,
+            types: module.types.clone(),
+            note,
+        };
         match rows.last_mut() {
             Some(before) if before.continues_with(&row) => before.extend(&row),
             _ => rows.push(row),
@@ -175,7 +188,7 @@ pub(crate) fn table(plan: &InferencePlan) -> Vec<String> {
     let heading = format!("{:width$}  {:6}  {:>9}  type", "module", "device", "bytes");
     let line = |(name, row): (&String, &Row)| {
         let (bytes, note) = (human::bytes(row.bytes).to_string(), &row.note);
-        let kind = if row.bytes == 0 && !note.is_empty() { note.clone() } else { plan.dtype().to_string() };
+        let kind = if row.bytes == 0 && !note.is_empty() { note.clone() } else { row.types() };
         format!("{name:width$}  {:6}  {bytes:>9}  {kind}", row.device)
     };
     let mut lines = vec![heading];
@@ -210,6 +223,8 @@ struct Row {
     last: Option<usize>,
     device: String,
     bytes: u64,
+    /// Types of the weights with their bytes.
+    types: Vec<(StoredElements, u64)>,
     note: String,
 }
 
@@ -225,6 +240,18 @@ impl Row {
 
     fn extend(&mut self, next: &Self) {
         (self.last, self.bytes) = (next.last, self.bytes + next.bytes);
+        for &(of, bytes) in &next.types {
+            match self.types.iter_mut().find(|(found, _)| *found == of) {
+                Some((_, sum)) => *sum += bytes,
+                None => self.types.push((of, bytes)),
+            }
+        }
+        self.types.sort_by_key(|&(_, bytes)| Reverse(bytes));
+    }
+
+    /// Returns the types of the weights, the one with the most bytes first.
+    fn types(&self) -> String {
+        self.types.iter().map(|(of, _)| of.to_string()).collect::<Vec<_>>().join(", ")
     }
 
     fn title(&self) -> String {
@@ -238,8 +265,11 @@ impl Row {
 /// Returns the modules of a plan as JSON.
 pub(crate) fn modules_json(plan: &InferencePlan) -> Value {
     let rows = plan.map.entries().iter().zip(&plan.modules).map(|((name, device), module)| {
+        let types: Map<String, Value> =
+            module.types.iter().map(|(of, bytes)| (of.to_string(), json!(bytes))).collect();
+        let most = module.types.first().map_or_else(|| plan.dtype().to_string(), |(of, _)| of.to_string());
         json!({
-            "module": name, "device": device.to_string(), "bytes": module.bytes, "dtype": plan.dtype().to_string(),
+            "module": name, "device": device.to_string(), "bytes": module.bytes, "dtype": most, "bytes_by_type": types,
             "tied_to": module.tied_to,
         })
     });

@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use lockstep_plan::BlockFormat;
 use serde::Deserialize;
 
 use super::{INDEX_FILE, SINGLE_FILE};
@@ -106,17 +107,32 @@ impl HfCheckpoint {
 
     /// Returns the location of a float tensor; `None` if there is none of that name.
     pub(crate) fn stored(&self, name: &str) -> Option<StoredParameter<'_>> {
+        let dtype = self.tensor(name).ok()?.known_dtype().filter(|&dtype| is_float(dtype))?;
+        self.stored_as(name, StoredElements::Dense(dtype))
+    }
+
+    /// Returns the location of a tensor whose bytes are `elements` elements in blocks; `None` if there is none of that name and size.
+    pub(crate) fn stored_blocks(
+        &self,
+        name: &str,
+        format: BlockFormat,
+        elements: usize,
+    ) -> Option<StoredParameter<'_>> {
+        let stored = self.stored_as(name, StoredElements::Blocks(format))?;
+        let is_whole = format.bytes(elements) == Some(self.tensor(name).ok()?.bytes.len());
+        is_whole.then_some(StoredParameter { elements, ..stored })
+    }
+
+    fn stored_as(&self, name: &str, stored: StoredElements) -> Option<StoredParameter<'_>> {
         let shard = &self.shards[*self.by_name.get(name)?];
         let info = shard.header().tensor(name)?;
-        let dtype = shard.tensor(name).ok()?.known_dtype().filter(|&dtype| is_float(dtype))?;
-        let elements = info.shape.iter().product();
         Some(StoredParameter {
             name: &info.name,
             file: shard.path(),
             offset: info.offset,
-            stored: StoredElements::Dense(dtype),
+            stored,
             order: RowOrder::Same,
-            elements,
+            elements: info.shape.iter().product(),
             first_element: 0,
         })
     }

@@ -56,26 +56,24 @@ struct PackedTensor {
     format: Result<BlockFormat, &'static str>,
 }
 
-/// A parameter that can be repacked into blocks.
+/// A parameter that can be repacked into blocks: a matrix, or a stack of the matrices of experts.
 #[derive(Debug, Clone)]
 pub struct PackedParameter<'a> {
     /// Canonical name.
     pub name: &'a str,
     /// Format of the blocks.
     pub format: BlockFormat,
-    /// Number of rows and of columns.
-    pub shape: [usize; 2],
-    pub(crate) tensor: &'a str,
-    /// Rows of the tensor.
-    pub(crate) rows: Range<usize>,
+    /// Shape; the last dimension is the columns of a row.
+    pub shape: Vec<usize>,
+    /// Tensors that follow each other in the parameter, and the rows of each.
+    pub(crate) tensors: Vec<(&'a str, Range<usize>)>,
     pub(crate) files: &'a QuantizedFiles,
 }
 
 impl PackedParameter<'_> {
     /// Returns the size of the blocks in bytes.
     pub fn bytes(&self) -> usize {
-        let [rows, columns] = self.shape;
-        rows * columns / self.format.block_elements() * self.format.block_bytes()
+        self.shape.iter().product::<usize>() / self.format.block_elements() * self.format.block_bytes()
     }
 
     /// Writes the blocks.
@@ -87,18 +85,36 @@ impl PackedParameter<'_> {
     /// If `blocks` has another size than [`PackedParameter::bytes`].
     pub fn pack(&self, blocks: &mut [u8]) -> Result<(), CheckpointError> {
         assert_eq!(blocks.len(), self.bytes(), "bytes of the blocks of {}", self.name);
-        let reader = self.files.reader(self.tensor)?;
-        let row_bytes = self.bytes() / self.shape[0].max(1);
+        let rows = self.tensors.iter().map(|(_, rows)| rows.len()).sum::<usize>();
+        let row_bytes = self.bytes() / rows.max(1);
+        let mut rest = blocks;
+        for (tensor, rows) in &self.tensors {
+            let (blocks, after) = rest.split_at_mut(rows.len() * row_bytes);
+            self.pack_tensor(tensor, rows.start, row_bytes, blocks)?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Writes the blocks of rows of a tensor, from row `first` on.
+    fn pack_tensor(
+        &self,
+        tensor: &str,
+        first: usize,
+        row_bytes: usize,
+        blocks: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let reader = self.files.reader(tensor)?;
         let packed = blocks.par_chunks_mut((row_bytes * TASK_ROWS).max(1)).enumerate().try_for_each(
             |(task, blocks)| {
-                let first = self.rows.start + task * TASK_ROWS;
+                let first = first + task * TASK_ROWS;
                 let rows = first..first + blocks.len() / row_bytes;
                 reader.check(rows.clone())?;
                 reader.pack(self.format, rows, blocks);
                 Ok(())
             },
         );
-        packed.map_err(|reason| self.files.damaged(self.tensor, reason))
+        packed.map_err(|reason| self.files.damaged(tensor, reason))
     }
 }
 
@@ -218,8 +234,25 @@ impl QuantizedFiles {
             return None;
         };
         let rows = rows.unwrap_or(0..all_rows);
-        let shape = [rows.len(), columns];
-        Some(PackedParameter { name: tensor, format, shape, tensor, rows, files: self })
+        let shape = vec![rows.len(), columns];
+        Some(PackedParameter { name: tensor, format, shape, tensors: vec![(tensor, rows)], files: self })
+    }
+
+    /// Returns a stack of tensors as a parameter to repack; `None` if they are not packed, differ in shape or format, or no blocks have
+    /// their values.
+    pub(crate) fn packed_stack<'a>(
+        &'a self,
+        tensors: impl Iterator<Item = &'a str>,
+    ) -> Option<PackedParameter<'a>> {
+        let mut tensors = tensors.map(|tensor| self.packed(tensor, None));
+        let mut stack = tensors.next()??;
+        let matrix = stack.shape.clone();
+        for tensor in tensors {
+            let tensor = tensor.filter(|tensor| (tensor.format, &tensor.shape) == (stack.format, &matrix))?;
+            stack.tensors.extend(tensor.tensors);
+        }
+        stack.shape.insert(0, stack.tensors.len());
+        Some(stack)
     }
 
     /// Fills `out` with a tensor.

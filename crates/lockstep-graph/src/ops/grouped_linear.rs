@@ -1,8 +1,8 @@
-//! A linear layer for each local expert, as a grouped matrix product.
+//! A linear layer for each local expert, as a grouped matrix product; with quantized weights, as a product for each expert that has rows.
 
 use lockstep_comm::CommError;
 use lockstep_plan::{Among, ExpertPlace, Initializer, Shard, Share, work::TaskKind};
-use lockstep_tensor::{GemmLayout, GroupedGemm, View, Write};
+use lockstep_tensor::{BlockGemm, BlockMatrix, GemmLayout, GroupedGemm, Matrix, View, Write};
 
 use crate::{
     block::{Bias, ParameterIndex, Value},
@@ -77,6 +77,24 @@ impl GroupedLinear {
         run.queue().grouped_gemm(GroupedGemm { layout, a, b, c, bias, offsets, write });
     }
 
+    /// Computes a product for each local expert that has rows, with quantized weights, whose experts follow each other.
+    fn multiply_blocks(&self, run: &Run<'_>, [x, y]: [View<'_>; 2], weights: BlockMatrix<'_>) {
+        let offsets = run.flat(self.offsets);
+        let mut ends = vec![0_u32; offsets.elements()];
+        offsets.read(&mut ends).wait();
+        let bias = self.bias.map(|bias| run.weight(bias));
+        let experts = ends.len() - 1;
+        let ([rows, columns], bytes) = (weights.shape(), weights.bytes());
+        let (height, len) = (rows / experts, bytes.elements() / experts);
+        for (expert, ends) in ends.windows(2).enumerate().filter(|(_, ends)| ends[0] < ends[1]) {
+            let rows = ends[0] as usize..ends[1] as usize;
+            let own = bytes.rows(expert * len..(expert + 1) * len);
+            let own = BlockMatrix::with_layout(weights.format(), weights.layout(), own, [height, columns]);
+            let bias = bias.map(|bias| bias.rows(expert..expert + 1).reshape([height]));
+            run.queue().block_gemm(BlockGemm::linear(x.rows(rows.clone()), own, y.rows(rows), bias));
+        }
+    }
+
     /// Adds the sum over each expert's rows of `dy` to the gradient of its bias.
     fn add_to_bias(&self, run: &Run<'_>, dy: View<'_>, bias: ParameterIndex) {
         let (gradient, offsets) = (run.gradient_of_weight(bias), run.flat(self.offsets));
@@ -106,8 +124,11 @@ impl Op for GroupedLinear {
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
-        let operands = [run.value(self.x), run.weight(self.weight), run.value(self.y)];
-        self.multiply(run, GemmLayout::NT, operands, Write::Overwrite);
+        let [x, y] = [self.x, self.y].map(|value| run.value(value));
+        match run.matrix(self.weight) {
+            Matrix::Dense(weights) => self.multiply(run, GemmLayout::NT, [x, weights, y], Write::Overwrite),
+            Matrix::Blocks(weights) => self.multiply_blocks(run, [x, y], weights),
+        }
         Ok(())
     }
 

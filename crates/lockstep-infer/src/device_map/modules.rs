@@ -1,21 +1,27 @@
 //! The modules of a model: names in Hugging Face's form, and the place and size of every parameter.
 
 use std::{
-    collections::HashMap,
+    cmp::Reverse,
+    collections::{BTreeMap, HashMap},
     path::{Path, PathBuf},
 };
 
-use lockstep_checkpoint::{ModelDirectory, RowOrder, StoredParameter, gguf::StoredElements};
+use lockstep_checkpoint::{ModelDirectory, OffloadedWeight, RowOrder, StoredParameter, gguf::StoredElements};
 use lockstep_model::{HfContent, HfMapping, RecordedModel};
-use lockstep_plan::{DType, ParameterId, ParameterRecord};
+use lockstep_plan::{BlockFormat, DType, ParameterId, ParameterRecord};
+use lockstep_tensor::{BlockLayout, Shape};
+
+use crate::weight_form::{WeightForm, bytes_of};
 
 /// A row of a printed map: a module that is on one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Module {
     /// Path of the module, such as `model.layers.0`.
     pub name: String,
-    /// Bytes of its weights in memory, in the type of the model; 0 if all are tied to another module's.
+    /// Bytes of its weights in memory; 0 if all are tied to another module's.
     pub bytes: u64,
+    /// Types of its weights with their bytes, the largest first.
+    pub types: Vec<(StoredElements, u64)>,
     /// The module that owns its weights, if they are tied.
     pub tied_to: Option<String>,
 }
@@ -23,14 +29,16 @@ pub struct Module {
 /// Place of a parameter's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WeightPlace {
-    /// In a file, as the model reads them, but for their type.
+    /// In a file, as the model reads them, but for the type of numbers and the order of rows.
     Stored {
         /// Index of the file.
         file: usize,
         /// Byte of the file at which the first element lies.
         offset: u64,
-        /// Type of the elements in the file.
-        dtype: DType,
+        /// Elements in the file.
+        stored: StoredElements,
+        /// Order of the rows in the file.
+        order: RowOrder,
     },
     /// In another layout or type, from which they must be made.
     Made,
@@ -55,14 +63,16 @@ pub(crate) struct ModelParts {
     pub(crate) tensors: Vec<Vec<String>>,
     pub(crate) files: Vec<PathBuf>,
     places: Vec<WeightPlace>,
+    /// Elements of each parameter in memory.
+    elements: Vec<StoredElements>,
     /// Parameters whose file is yet to be written.
     assumed: Vec<ParameterId>,
-    dtype: DType,
+    form: WeightForm,
 }
 
 impl ModelParts {
-    /// Returns the parts of a model whose weights are used in type `dtype`.
-    pub(crate) fn new(directory: &ModelDirectory, recorded: &RecordedModel, dtype: DType) -> Self {
+    /// Returns the parts of a model whose weights are used in a form.
+    pub(crate) fn new(directory: &ModelDirectory, recorded: &RecordedModel, form: WeightForm) -> Self {
         let records = recorded.records().to_vec();
         let units: Vec<Vec<ParameterId>> =
             (0..recorded.units()).map(|unit| recorded.unit_parameters(unit).to_vec()).collect();
@@ -70,13 +80,14 @@ impl ModelParts {
         let is_block = |unit: usize| recorded.layer(unit).is_some();
         let modules = modules(&units, &tensors, is_block);
         let (files, places, assumed) = (Vec::new(), vec![WeightPlace::Made; records.len()], Vec::new());
-        let mut parts = Self { records, units, modules, tensors, files, places, assumed, dtype };
+        let elements = elements_in_memory(directory, &records, form);
+        let mut parts = Self { records, units, modules, tensors, files, places, elements, assumed, form };
         parts.add_stored(directory.stored_parameters());
         parts
     }
 
-    /// Notes the places of parameters that are stored in the model's layout, unless they are known. Parameters of the first unit
-    /// are looked up in the file, so they must have the model's type as well.
+    /// Notes the places of parameters whose stored elements the model can use, unless they are known. Parameters of the first unit
+    /// are looked up in the file, so they must be there as they are in memory.
     pub(crate) fn add_stored(&mut self, stored: Vec<StoredParameter<'_>>) {
         let ids: HashMap<&str, usize> =
             self.records.iter().enumerate().map(|(id, record)| (record.name.as_str(), id)).collect();
@@ -85,13 +96,19 @@ impl ModelParts {
         for parameter in stored {
             let Some(&id) = ids.get(parameter.name) else { continue };
             let record = &self.records[id];
-            // Quantized and reordered ones are decoded.
-            let (StoredElements::Dense(dtype), RowOrder::Same) = (parameter.stored, parameter.order) else {
-                continue;
+            let (stored, order, elements) = (parameter.stored, parameter.order, self.elements[id]);
+            let is_same = stored == elements;
+            let is_readable = match (stored, elements) {
+                (StoredElements::Dense(dtype), StoredElements::Dense(_)) => {
+                    parameter.offset.is_multiple_of(dtype.size_bytes())
+                        && (is_same || order == RowOrder::Same)
+                }
+                _ => is_same,
             };
-            let is_usable = parameter.elements == record.elements()
-                && parameter.offset.is_multiple_of(dtype.size_bytes())
-                && (record.unit > 0 || dtype == self.dtype);
+            let is_usable = is_readable
+                && (order == RowOrder::Same || record.shape.len() == 2)
+                && parameter.elements == record.elements()
+                && (record.unit > 0 || (is_same && order == RowOrder::Same));
             if !is_usable || places[id] != WeightPlace::Made {
                 continue;
             }
@@ -99,13 +116,37 @@ impl ModelParts {
                 self.files.push(parameter.file.to_owned());
                 self.files.len() - 1
             });
-            places[id] = WeightPlace::Stored { file, offset: parameter.offset as u64, dtype };
+            places[id] = WeightPlace::Stored { file, offset: parameter.offset as u64, stored, order };
         }
     }
 
-    /// Returns the type in which the weights are used.
+    /// Returns the type of weights that are numbers.
     pub(crate) fn dtype(&self) -> DType {
-        self.dtype
+        self.form.dtype
+    }
+
+    /// Returns the form of the weights in memory.
+    pub(crate) fn form(&self) -> WeightForm {
+        self.form
+    }
+
+    /// Returns the elements of a parameter in memory, or of the one that it is tied to.
+    pub(crate) fn elements(&self, id: ParameterId) -> StoredElements {
+        self.elements[self.owner(id).0]
+    }
+
+    /// Returns the layout of a parameter's blocks if it is resident. Streamed ones are used row by row, as they are read: products with
+    /// rows are faster than disks.
+    pub(crate) fn layout(&self, id: ParameterId) -> BlockLayout {
+        match self.form.interleaves(self.elements(id), self.shape(id)) {
+            true => BlockLayout::Interleaved,
+            false => BlockLayout::Rows,
+        }
+    }
+
+    /// Returns the shape of a parameter, or of the one that it is tied to.
+    pub(crate) fn shape(&self, id: ParameterId) -> Shape {
+        Shape::from(self.records[self.owner(id).0].shape.as_slice())
     }
 
     /// Returns the parameter that owns the weights of `id`: the one that it is tied to, or itself.
@@ -118,14 +159,14 @@ impl ModelParts {
         self.places[self.owner(id).0]
     }
 
-    /// Returns the bytes of a parameter in a type. Every size in a placement is computed here.
-    pub(crate) fn bytes_in(&self, id: ParameterId, dtype: DType) -> u64 {
-        self.records[id.0].elements() as u64 * dtype.size_bytes() as u64
+    /// Returns the bytes of a parameter as `elements`, row by row.
+    pub(crate) fn bytes_in(&self, id: ParameterId, elements: StoredElements) -> u64 {
+        bytes_of(elements, BlockLayout::Rows, self.shape(id)).unwrap_or(0) as u64
     }
 
-    /// Returns the bytes of a parameter in the model's type.
+    /// Returns the bytes of a parameter in memory if it is resident.
     pub(crate) fn bytes(&self, id: ParameterId) -> u64 {
-        self.bytes_in(id, self.dtype)
+        bytes_of(self.elements(id), self.layout(id), self.shape(id)).unwrap_or(0) as u64
     }
 
     /// Returns the parameters that must be made before they can be read from disk.
@@ -134,17 +175,19 @@ impl ModelParts {
         ids.filter(|&id| self.records[id.0].tie.is_none() && self.places[id.0] == WeightPlace::Made)
     }
 
-    /// Returns the records of [`ModelParts::made`].
-    pub(crate) fn made_records(&self) -> Vec<&ParameterRecord> {
-        self.made().map(|id| &self.records[id.0]).collect()
+    /// Returns the parameters of [`ModelParts::made`] as a file is to hold them.
+    pub(crate) fn made_weights(&self) -> Vec<OffloadedWeight<'_>> {
+        let weight = |id| OffloadedWeight { record: &self.records[id], elements: self.elements[id] };
+        self.made().map(|id| weight(id.0)).collect()
     }
 
     /// Assumes that the parameters that must be made are stored one after the other in a file yet to be written.
     pub(crate) fn assume_written(&mut self) {
         let (made, file, mut offset) = (self.made().collect::<Vec<_>>(), self.files.len(), 0);
         for id in made {
-            self.places[id.0] = WeightPlace::Stored { file, offset, dtype: self.dtype };
-            offset += self.bytes(id);
+            let (stored, order) = (self.elements[id.0], RowOrder::Same);
+            self.places[id.0] = WeightPlace::Stored { file, offset, stored, order };
+            offset += self.bytes_in(id, stored);
             self.assumed.push(id);
         }
     }
@@ -168,16 +211,51 @@ impl ModelParts {
             module.map(|module| module.name.clone())
         };
         let row = |module: &ModelModule| {
-            let owned = module.parameters.iter().filter(|id| self.records[id.0].tie.is_none());
+            let mut of_type = BTreeMap::new();
+            for &id in module.parameters.iter().filter(|id| self.records[id.0].tie.is_none()) {
+                *of_type.entry(self.elements(id)).or_default() += self.bytes(id);
+            }
+            let mut types: Vec<(StoredElements, u64)> = of_type.into_iter().collect();
+            types.sort_by_key(|&(_, bytes)| Reverse(bytes));
             let tie = module.parameters.iter().find_map(|id| self.records[id.0].tie);
             Module {
                 name: module.name.clone(),
-                bytes: owned.map(|&id| self.bytes(id)).sum(),
+                bytes: types.iter().map(|(_, bytes)| bytes).sum(),
+                types,
                 tied_to: tie.and_then(name_of),
             }
         };
         self.modules.iter().map(row).collect()
     }
+}
+
+/// Returns the elements of each parameter in memory: blocks of matrices that are stored in blocks, that can be packed into blocks, or
+/// that are quantized; else numbers.
+fn elements_in_memory(
+    directory: &ModelDirectory,
+    records: &[ParameterRecord],
+    form: WeightForm,
+) -> Vec<StoredElements> {
+    let mut stored: HashMap<&str, (BlockFormat, usize)> = HashMap::new();
+    for parameter in directory.stored_parameters() {
+        if let StoredElements::Blocks(format) = parameter.stored {
+            stored.insert(parameter.name, (format, parameter.elements));
+        }
+    }
+    let packed = directory.packed_parameters();
+    let packed: HashMap<&str, (BlockFormat, &[usize])> =
+        packed.iter().map(|packed| (packed.name, (packed.format, &packed.shape[..]))).collect();
+    let of_record = |record: &ParameterRecord| {
+        let stored = stored.get(record.name.as_str()).filter(|(format, elements)| {
+            let [rows, columns] = record.shape[..] else { return false };
+            rows * columns == *elements && format.bytes(columns).is_some()
+        });
+        let packed = packed.get(record.name.as_str()).filter(|(_, shape)| record.shape == *shape);
+        let stored = stored.map(|(format, _)| *format).or_else(|| packed.map(|(format, _)| *format));
+        let format = stored.or_else(|| form.quantized_format(record));
+        format.map_or(StoredElements::Dense(form.dtype), StoredElements::Blocks)
+    };
+    records.iter().map(of_record).collect()
 }
 
 /// Returns the tensors that each parameter is stored in; that of a tied parameter has its own name.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fs, path::Path};
 
 use lockstep_checkpoint::{
-    DType, ModelDirectory,
+    DType, ModelDirectory, WeightQuantization, WeightType,
     hf::{ExportData, ExportTensor, HfExport, SINGLE_FILE},
 };
 use lockstep_infer::{
@@ -11,24 +11,26 @@ use lockstep_infer::{
     MemoryLimits, PlanRequest, Workload,
 };
 use lockstep_model::HfMapping;
-use lockstep_plan::MemoryCategory;
+use lockstep_plan::{KvCacheType, MemoryCategory};
 
 use super::{FAMILIES, SEQ_LEN, expected, fixture, logits_of};
 
 /// Returns a request without limits on a map in JSON.
-fn request(map: &str, offload_dir: &Path) -> PlanRequest {
+pub(crate) fn request(map: &str, offload_dir: &Path) -> PlanRequest {
     PlanRequest {
         map: MapChoice::Given { map: DeviceMap::parse(map).unwrap(), origin: "map.json".to_owned() },
         limits: MemoryLimits::default(),
         offload_dir: Some(offload_dir.to_owned()),
         kv_cache: None,
+        activations: None,
+        quantize: None,
         workload: Workload::Generation { sequences: 1, context: SEQ_LEN },
         process_bytes: 20 << 20,
         threads: 2,
     }
 }
 
-fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
+pub(crate) fn assert_same_bits(found: &[f32], expected: &[f32], what: &str) {
     let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
     let values = differs.map(|at| (found[at], expected[at]));
     assert!(differs.is_none(), "{what}: logit {differs:?} is {values:?} instead");
@@ -60,10 +62,10 @@ fn weights_on_disk_change_no_bit_of_the_logits() {
     }
 }
 
-/// Writes a Llama of several MiB with tied embeddings in bf16.
-fn write_model(dir: &Path) -> ModelDirectory {
+/// Writes a Llama of several MiB with tied embeddings in bf16, of a width.
+pub(crate) fn write_model(dir: &Path, hidden_size: usize) -> ModelDirectory {
     let config = serde_json::json!({
-        "model_type": "llama", "vocab_size": 9000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 9,
+        "model_type": "llama", "vocab_size": 9000, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": 9,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": true,
     });
     fs::create_dir(dir).unwrap();
@@ -95,7 +97,7 @@ fn write_model(dir: &Path) -> ModelDirectory {
 }
 
 /// Returns a request with a limit of so many bytes above the process's own.
-fn limited(map: MapChoice, limit: u64) -> PlanRequest {
+pub(crate) fn limited(map: MapChoice, limit: u64) -> PlanRequest {
     let limits = MemoryLimits { cpu: Some(limit), ..MemoryLimits::default() };
     let workload = Workload::Generation { sequences: 1, context: 600 };
     PlanRequest {
@@ -103,6 +105,8 @@ fn limited(map: MapChoice, limit: u64) -> PlanRequest {
         limits,
         offload_dir: None,
         kv_cache: None,
+        activations: None,
+        quantize: None,
         workload,
         process_bytes: 20 << 20,
         threads: 2,
@@ -112,7 +116,7 @@ fn limited(map: MapChoice, limit: u64) -> PlanRequest {
 #[test]
 fn a_limit_is_kept_by_what_is_allocated_and_the_least_is_enough() {
     let dir = tempfile::tempdir().unwrap();
-    let directory = write_model(&dir.path().join("model"));
+    let directory = write_model(&dir.path().join("model"), 256);
     let plan = |map, limit, dtype| InferencePlan::new(&directory, dtype, &limited(map, limit));
     for dtype in [DType::BF16, DType::F32] {
         let roomy = plan(MapChoice::Balanced, 1 << 40, dtype).unwrap();
@@ -155,6 +159,64 @@ fn a_limit_is_kept_by_what_is_allocated_and_the_least_is_enough() {
             }
         }
     }
+}
+
+#[test]
+fn a_cache_of_each_type_takes_what_the_plan_predicts() {
+    let dir = tempfile::tempdir().unwrap();
+    let directory = write_model(&dir.path().join("model"), 256);
+    let ids: Vec<u32> = (0..600).map(|at| at * 7 % 9000).collect();
+    for dtype in [DType::BF16, DType::F32] {
+        let mut caches = BTreeMap::new();
+        for kv_cache in KvCacheType::ALL.into_iter().filter(|kv_cache| kv_cache.holds(dtype)) {
+            let request = PlanRequest { kv_cache: Some(kv_cache), ..limited(MapChoice::Balanced, 1 << 40) };
+            let plan = InferencePlan::new(&directory, dtype, &request).unwrap();
+            let predicted = plan.memory;
+            let model = LoadedModel::load_placed(&directory, plan).unwrap();
+            Generator::new(&model, 600).unwrap().read(&ids).unwrap();
+            let found = model.peak_memory().0[MemoryCategory::Activations] as u64;
+            let expected = predicted.activations + predicted.kv_cache;
+            let off = found as f64 / expected as f64 - 1.0;
+            assert!(off.abs() < 0.03, "{dtype}, cache {kv_cache}: {found} bytes, {expected} predicted");
+            caches.insert(kv_cache.name(), predicted.kv_cache);
+        }
+        let wide = KvCacheType::of(dtype).unwrap().name();
+        assert!(
+            4 * caches["int8"] < 3 * caches[wide] && caches["int8"] == caches["fp8"],
+            "{dtype}: {caches:?}"
+        );
+    }
+}
+
+/// Returns the limit in MiB that an error names for an option.
+fn named_limit(error: &InferError, option: &str) -> u64 {
+    let text = error.to_string();
+    let limit = text.split(&format!("with {option} cpu=")).nth(1).and_then(|rest| rest.split("MiB").next());
+    limit.and_then(|limit| limit.parse().ok()).unwrap_or_else(|| panic!("{option}: {text}"))
+}
+
+#[test]
+fn a_limit_that_is_too_small_names_the_options_that_would_do_with_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let directory = write_model(&dir.path().join("model"), 512);
+    let dtype = DType::BF16;
+    let plan = |request: &PlanRequest| InferencePlan::new(&directory, dtype, request);
+    let least = plan(&limited(MapChoice::Balanced, 1 << 40)).unwrap().least_bytes;
+    let refused = limited(MapChoice::Balanced, least - 1);
+    let error = plan(&refused).unwrap_err();
+    let at = |limit_mib: u64| MemoryLimits { cpu: Some(limit_mib << 20), ..MemoryLimits::default() };
+    let narrow = named_limit(&error, "--kv-cache int8");
+    let request = PlanRequest { limits: at(narrow), kv_cache: Some(KvCacheType::Int8), ..refused.clone() };
+    plan(&request).unwrap();
+    let int4 = WeightQuantization { to: WeightType::Int4, group_size: None };
+    let quantized = named_limit(&error, "--quantize int4 --offload-dir DIR");
+    let offload_dir = Some(dir.path().join("offload"));
+    let request = PlanRequest { limits: at(quantized), quantize: Some(int4), offload_dir, ..refused };
+    plan(&request).unwrap();
+    assert!(quantized << 20 < least && narrow << 20 < least + (2 << 20), "{error}");
+    // An option that is in use is not named.
+    let error = plan(&PlanRequest { limits: at(1), ..request }).unwrap_err().to_string();
+    assert!(!error.contains("--quantize") && error.contains("--kv-cache int8"), "{error}");
 }
 
 #[test]

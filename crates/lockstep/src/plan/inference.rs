@@ -11,6 +11,7 @@ use crate::exit::Failure;
 use crate::infer::{DtypeChoice, KvCacheChoice, threads};
 use crate::output::{note, say};
 use crate::placement::{FoundModel, PlacementArguments, modules_json, table};
+use crate::quantize::QuantizedType;
 
 /// Tokens of a sequence if nothing else is said.
 const CONTEXT: usize = 2048;
@@ -38,6 +39,9 @@ pub(crate) struct InferenceArguments {
     /// With --inference: type of cached keys and values; auto takes that of the activations
     #[arg(long, value_name = "TYPE", requires = "inference", default_value = "auto", value_enum)]
     kv_cache: KvCacheChoice,
+    /// With --inference: quantize the linear layers of blocks as they are loaded, in groups of 128 (int8) or 64 (int4, nf4)
+    #[arg(long, value_name = "TYPE", requires = "inference", value_enum)]
+    quantize: Option<QuantizedType>,
     /// With --inference: compute threads [default: all cores]
     #[arg(long, requires = "inference")]
     threads: Option<usize>,
@@ -49,7 +53,6 @@ pub(crate) struct InferenceArguments {
 struct Question<'q> {
     found: &'q FoundModel,
     placement: &'q PlacementArguments,
-    threads: usize,
 }
 
 impl InferenceArguments {
@@ -66,7 +69,8 @@ impl InferenceArguments {
     pub(super) fn run(&self, model: &str, as_json: bool) -> Result<(), Failure> {
         let threads = threads(self.threads)?;
         let (dtype, kv_cache) = (self.dtype.dtype(), self.kv_cache.stored());
-        let options = LoadOptions { dtype, kv_cache, ..LoadOptions::new(threads) };
+        let quantize = self.quantize.map(QuantizedType::quantization);
+        let options = LoadOptions { dtype, kv_cache, quantize, ..LoadOptions::new(threads) };
         let found = &FoundModel::new(model, None, options, &self.placement)?;
         let longest = found.description.config().max_position_embeddings();
         let context = self.context.map_or(CONTEXT.min(longest), |tokens| tokens as usize);
@@ -76,7 +80,7 @@ impl InferenceArguments {
         }
         // A generation has its tokenizer in memory; a model without one is not asked for it.
         let _tokenizer = found.description.tokenizer().ok();
-        let question = Question { found, placement: &self.placement, threads };
+        let question = Question { found, placement: &self.placement };
         let workload = Workload::Generation { sequences: self.batch as usize, context };
         let plan = question.plan(workload)?;
         let (rates, sources) = question.rates(&plan)?;
@@ -104,13 +108,13 @@ struct Fitting {
 
 impl Question<'_> {
     fn plan(&self, workload: Workload) -> Result<InferencePlan, Failure> {
-        let request = self.placement.request(workload, (self.threads, self.found.options.kv_cache))?;
+        let request = self.placement.request(workload, self.found.options)?;
         Ok(InferencePlan::new(&self.found.directory, self.found.dtype(), &request)?)
     }
 
     /// Returns the rates of this machine, and where they come from. Reads from disk are measured on the model's own files.
     fn rates(&self, plan: &InferencePlan) -> Result<(Rates, String), Failure> {
-        let LocalMachine { cluster, doubt } = LocalMachine::for_ranks(1, self.threads);
+        let LocalMachine { cluster, doubt } = LocalMachine::for_ranks(1, self.found.options.threads);
         let node = &cluster.nodes[0];
         let device = &node.device;
         let dtype = if plan.dtype() == DType::BF16 { DType::BF16 } else { DType::F32 };

@@ -23,6 +23,15 @@ fn a_model_is_quantized_ahead_or_as_it_is_loaded_with_the_same_result() {
             // In memory, int4 has larger groups where they fit.
             assert_eq!(generate(&["--model", "hf", "--quantize", to]), ahead, "{to}");
         }
+        let on_disk = ["--device-map", "map.json", "--offload-dir", "offload"];
+        workshop.write("map.json", r#"{"": "disk"}"#);
+        let placed = generate(&[&["--model", &out][..], &on_disk].concat());
+        assert_eq!(placed["tokens"], ahead["tokens"], "{to} on disk");
+        let plan =
+            [&["plan", "--inference", "--model", "hf", "--quantize", to, "--json"], &on_disk[..]].concat();
+        let types = &workshop.run(&plan).json()["modules"][1]["bytes_by_type"];
+        let names: Vec<&str> = types.as_object().unwrap().keys().map(String::as_str).collect();
+        assert!(names.iter().any(|name| name.starts_with(to)) && names.contains(&"f32"), "{to}: {types}");
         let evaluated = workshop.run(&["eval", "--model", &out, "--data", "text.txt", "--json"]).json();
         assert!(evaluated["perplexity"].as_f64().unwrap().is_finite(), "{to}");
     }
@@ -41,9 +50,6 @@ fn quantizations_that_cannot_be_are_refused_with_code_2() {
     quantize(&["--to", "nf4", "--group-size", "128"]).refuses(2, &["nf4 has groups of 64"]);
     workshop.write("out/file", "");
     quantize(&["--to", "int8"]).refuses(2, &["out"]);
-    let limited =
-        ["generate", "--model", "hf", "--quantize", "int8", "--max-memory", "cpu=1GiB", "--prompt", "All"];
-    workshop.run(&limited).refuses(2, &["--quantize", "--max-memory"]);
 }
 
 #[test]

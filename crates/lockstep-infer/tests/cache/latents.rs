@@ -2,7 +2,8 @@
 
 use lockstep_checkpoint::{DType, ModelDirectory, WeightQuantization, WeightType};
 use lockstep_infer::{
-    Batch, DeviceMap, InferencePlan, LoadOptions, LoadedModel, MapChoice, MemoryLimits, PlanRequest, Workload,
+    Batch, BeamOptions, DeviceMap, Generator, Hypothesis, InferencePlan, LoadOptions, LoadedModel, MapChoice,
+    MemoryLimits, PlanRequest, Workload, beam_search,
 };
 use lockstep_plan::{KvCacheType, MemoryCategory, booked_bytes};
 use lockstep_tensor::{BlockActivations, PAGE_TOKENS};
@@ -11,7 +12,7 @@ use serde_json::json;
 use super::{
     assert_chunks_change_nothing,
     common::{config, random_model},
-    fixture, logits_of, relative_distance,
+    expected, fixture, logits_of, relative_distance,
 };
 
 /// Elements of a token in a layer of the fixture: `kv_lora_rank` 16 and `qk_rope_head_dim` 8.
@@ -66,6 +67,40 @@ fn plans_predict_the_bytes_of_latents() {
         };
         let plan = InferencePlan::new(&directory, dtype, &request).unwrap();
         assert_eq!(plan.memory.kv_cache, (3 * PAGE_TOKENS * bytes) as u64, "{dtype}, cache {kv_cache}");
+    }
+}
+
+/// Beams share full pages and copy the last one: their scores are those of their texts alone.
+#[test]
+fn beams_have_the_scores_of_their_texts_read_alone() {
+    let (ids, _) = expected("deepseek_v3");
+    let directory = ModelDirectory::open(&fixture("deepseek_v3")).unwrap();
+    for kv_cache in [KvCacheType::F32, KvCacheType::Int8] {
+        let model = load(&directory, DType::F32, kv_cache);
+        let options = BeamOptions {
+            beams: 3,
+            max_new_tokens: 8,
+            length_penalty: 0.0,
+            early_stopping: false,
+            end: Vec::new(),
+        };
+        let found = beam_search(&model, &ids, &options).unwrap();
+        assert_eq!(found.len(), 3, "cache {kv_cache}");
+        for Hypothesis { tokens, score } in found {
+            let mut generator = Generator::new(&model, ids.len() + tokens.len()).unwrap();
+            generator.read(&ids).unwrap();
+            let mut sum = 0.0;
+            for &token in &tokens {
+                let logits = generator.logits();
+                let total: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
+                sum += f64::from(logits[token as usize]) - total.ln();
+                generator.step(token).unwrap();
+            }
+            assert!(
+                (f64::from(score) - sum).abs() < 1e-4,
+                "cache {kv_cache}, {tokens:?}: {score} instead of {sum}"
+            );
+        }
     }
 }
 

@@ -102,7 +102,7 @@ impl<T: Float> Forward<'_, T> {
     }
 
     fn rows<V: Lanes>(&self, pair: Pair, rows: Range<usize>, scratch: Scratch<'_>) {
-        let Self { geometry, q, k, v, .. } = self;
+        let Self { geometry, q, .. } = self;
         let Scratch { queries, sums, keys_transposed, vectors, scores } = scratch;
         let width = geometry.padded_dim;
         let factor = geometry.scale * std::f32::consts::LOG2_E;
@@ -119,6 +119,9 @@ impl<T: Float> Forward<'_, T> {
                 continue;
             }
             let (cached, number) = (geometry.pages_of_blocks(), first_key / BLOCK);
+            let block = first_key..geometry.key_len.min(first_key + BLOCK);
+            let next = block.end..keys.end.min(block.end + BLOCK);
+            let scratch = [&mut *keys_transposed, &mut *vectors];
             let CachedBlock { operands: [keys_transposed, vectors], scales } = match cached {
                 Some(pages) => {
                     // The values are needed after the product with the keys, the next keys after that with the values; decoding
@@ -126,30 +129,9 @@ impl<T: Float> Forward<'_, T> {
                     if !pages.table.format.is_encoded {
                         pages.prefetch(1, pair.key_head, number);
                     }
-                    pages.block::<V>(pair.key_head, number, [&mut *keys_transposed, &mut *vectors])
+                    pages.block::<V>(pair.key_head, number, scratch)
                 }
-                None => {
-                    let block = first_key..geometry.key_len.min(first_key + BLOCK);
-                    let places = || geometry.key_vectors(pair, block.clone());
-                    let shared = geometry.pages.filter(Pages::are_shared);
-                    let decoded = shared.and_then(|pages| {
-                        pages.decode_vectors::<V, f32>(pair.key_head, number, (&mut *vectors, width))
-                    });
-                    if decoded.is_none() {
-                        pack::<V, T>(k, places(), 1.0, vectors, width);
-                    }
-                    transpose::<V>(vectors, width, block.len(), keys_transposed);
-                    if shared.is_none() {
-                        pack::<V, T>(v, places(), 1.0, vectors, width);
-                    }
-                    let next = block.end..keys.end.min(block.end + BLOCK);
-                    let next = || geometry.key_vectors(pair, next.clone());
-                    if decoded.is_none() {
-                        next().for_each(|key| prefetch(k, key));
-                        next().for_each(|key| prefetch(v, key));
-                    }
-                    CachedBlock { operands: [&*keys_transposed, &*vectors], scales: decoded.flatten() }
-                }
+                None => self.pack_vectors::<V>(pair, [block, next], scratch),
             };
 
             for first_row in rows.clone().step_by(BLOCK) {
@@ -188,6 +170,39 @@ impl<T: Float> Forward<'_, T> {
             }
         }
         self.finish::<V>(pair, rows, sums, &maxima, &totals);
+    }
+
+    /// Packs the keys and values of a block as right operands, and fetches those of the next block.
+    fn pack_vectors<'s, V: Lanes>(
+        &'s self,
+        pair: Pair,
+        [block, next]: [Range<usize>; 2],
+        [keys_transposed, vectors]: [&'s mut [f32]; 2],
+    ) -> CachedBlock<'s> {
+        let Self { geometry, k, v, .. } = self;
+        let (width, number) = (geometry.padded_dim, block.start / BLOCK);
+        let places = || geometry.key_vectors(pair, block.clone());
+        let shared = geometry.pages.filter(Pages::are_shared);
+        let decoded = shared
+            .and_then(|pages| pages.decode_vectors::<V, f32>(pair.key_head, number, (&mut *vectors, width)));
+        if decoded.is_none() {
+            pack::<V, T>(k, places(), 1.0, vectors, width);
+        }
+        transpose::<V>(vectors, width, block.len(), keys_transposed);
+        if shared.is_none() {
+            pack::<V, T>(v, places(), 1.0, vectors, width);
+        }
+        match shared.filter(|_| decoded.is_some()) {
+            Some(pages) if !next.is_empty() => pages.prefetch(0, pair.key_head, number + 1),
+            Some(_) => {}
+            None => {
+                let next = || geometry.key_vectors(pair, next.clone());
+                next().for_each(|key| prefetch(k, key));
+                next().for_each(|key| prefetch(v, key));
+            }
+        }
+        let scales = decoded.and_then(|decoded| decoded.scales);
+        CachedBlock { operands: [&*keys_transposed, &*vectors], scales }
     }
 
     /// Adds the sinks of the rows to their totals, as scores without a value, unless another call has done so.

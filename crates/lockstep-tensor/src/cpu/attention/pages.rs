@@ -47,6 +47,13 @@ pub(super) struct CachedBlock<'a> {
     pub(super) scales: Option<[&'a [f32]; 2]>,
 }
 
+/// The scales of vectors that were decoded without them.
+#[derive(Clone, Copy)]
+pub(super) struct Decoded<'a> {
+    /// Factors on the keys and on the values; `None` of a type without scales.
+    pub(super) scales: Option<[&'a [f32]; 2]>,
+}
+
 impl<'a> Pages<'a> {
     /// Returns the elements of the pages if they are vectors of type `T`, else nothing: the forward reads blocks.
     pub(super) fn vectors<T: Float>(&self) -> [&'a [T]; 2] {
@@ -68,15 +75,15 @@ impl<'a> Pages<'a> {
         self.table.format.vectors == CachedVectors::Shared
     }
 
-    /// Decodes the vectors of a block, without their scales, into rows of `width` elements, padded with zeros. Returns the scales of
-    /// the keys and of the values. `None` if the pages hold vectors of the type of the computation, or right operands.
+    /// Decodes the vectors of a block, without their scales, into rows of `width` elements, padded with zeros. `None` if
+    /// the pages hold vectors of the type of the computation, or right operands.
     #[inline(always)]
     pub(super) fn decode_vectors<V: Lanes, T: Float>(
         &self,
         key_head: usize,
         block: usize,
         (rows, width): (&mut [T], usize),
-    ) -> Option<Option<[&'a [f32]; 2]>> {
+    ) -> Option<Decoded<'a>> {
         let format = self.table.format;
         let PageLayout::Rows { head_dim } = format.layout else { return None };
         if !format.is_encoded {
@@ -86,7 +93,8 @@ impl<'a> Pages<'a> {
         let bytes = &self.bytes[0][start..start + format.head_bytes()[0]];
         let (codes, scales) = bytes.split_at(format.element_bytes()[0]);
         decode_rows::<V, T>(format.stored, (codes, head_dim), (rows, width));
-        Some((format.stored.scale_bytes() > 0).then(|| [bytemuck::cast_slice(scales); 2]))
+        let has_scales = format.stored.scale_bytes() > 0;
+        Some(Decoded { scales: has_scales.then(|| [bytemuck::cast_slice(scales); 2]) })
     }
 
     /// Returns the keys and values of a block, which are decoded into scratch if they are encoded.

@@ -182,8 +182,13 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
             }
             if decoded.is_none() {
                 geometry.key_vectors(pair, next).for_each(|key| prefetch(k, key));
+            } else if !next.is_empty() {
+                pages.prefetch(0, pair.key_head, next.start / BLOCK);
             }
-            return CachedBlock { operands: [keys, values], scales: decoded.flatten() };
+            return CachedBlock {
+                operands: [keys, values],
+                scales: decoded.and_then(|decoded| decoded.scales),
+            };
         }
         // SAFETY: the caller's promise.
         unsafe {

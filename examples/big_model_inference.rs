@@ -34,6 +34,8 @@ fn generate() -> Result<(), Box<dyn std::error::Error>> {
                 limits: limits.parse()?,
                 offload_dir: value("--offload-dir").map(Into::into),
                 kv_cache: None,
+                activations: None,
+                quantize: None,
                 workload: Workload::Generation { sequences: 1, context: CONTEXT },
                 process_bytes: proportional_bytes(),
                 threads,

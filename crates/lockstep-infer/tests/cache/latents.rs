@@ -61,6 +61,8 @@ fn plans_predict_the_bytes_of_latents() {
             limits: MemoryLimits::default(),
             offload_dir: None,
             kv_cache: Some(kv_cache),
+            activations: None,
+            quantize: None,
             workload: Workload::Generation { sequences: 3, context: 60 },
             process_bytes: 20 << 20,
             threads: 1,

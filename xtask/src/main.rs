@@ -88,6 +88,8 @@ fn ci() -> Result<(), String> {
     run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
     // Every crate packs from its own files and versioned dependencies; building each again from its package would double the time.
     run("cargo publish --workspace --dry-run --no-verify --allow-dirty --quiet", &[])?;
+    // Builds and runs have a time limit each.
+    run(&format!("{TEST} --no-run"), &[])?;
     run(TEST, &[])?;
     aarch64::check_if_possible()?;
     mpi::check_if_possible()

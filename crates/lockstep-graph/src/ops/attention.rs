@@ -130,40 +130,8 @@ impl Recorder {
         shape: AttentionShape,
         options: AttentionOptions<'_>,
     ) -> Value {
-        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
-        for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
-            let columns = self.columns(value);
-            assert_eq!(
-                columns,
-                heads * head_dim,
-                "attention: {name} has {columns} columns for {heads} heads of {head_dim}"
-            );
-        }
-        let (of_queries, of_keys) = (self.placement(q), self.placement(k));
-        let ranks = self.place.ranks;
-        let fits = match (of_queries, of_keys) {
-            (Placement::Replicate, Placement::Replicate) => true,
-            (Placement::ShardColumns { parts }, Placement::ShardColumns { parts: of_keys }) => {
-                parts == ranks && key_value_heads.is_multiple_of(of_keys)
-            }
-            // Every rank computes the only key head.
-            (Placement::ShardColumns { parts }, Placement::Replicate) => {
-                parts == ranks && key_value_heads == 1 && self.mode() == Mode::Inference
-            }
-            (Placement::ShardBlocks(grid), Placement::ShardBlocks(_)) => {
-                heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
-            }
-            _ => false,
-        };
-        let describe = |value| self.describe(value);
-        assert!(
-            fits && of_keys == self.placement(v),
-            "attention of queries {} to keys {} and values {}",
-            describe(q),
-            describe(k),
-            describe(v)
-        );
-        assert!(k != v || self.mode() == Mode::Inference, "attention: keys that are values have no backward");
+        let AttentionShape { heads, head_dim, .. } = shape;
+        let of_queries = self.check_operands([q, k, v], shape);
         let AttentionOptions { key_mask, alibi_slopes, .. } = options;
         for (what, value, elements) in
             [("key mask", key_mask, self.shape.seq_len), ("slopes", alibi_slopes, heads)]
@@ -204,6 +172,46 @@ impl Recorder {
             log_sum_exp,
         });
         self.after_attention(y, heads)
+    }
+
+    /// Checks shapes and placements of queries, keys and values. Returns the placement of the queries.
+    #[track_caller]
+    fn check_operands(&self, [q, k, v]: [Value; 3], shape: AttentionShape) -> Placement {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
+        for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
+            let columns = self.columns(value);
+            assert_eq!(
+                columns,
+                heads * head_dim,
+                "attention: {name} has {columns} columns for {heads} heads of {head_dim}"
+            );
+        }
+        let (of_queries, of_keys) = (self.placement(q), self.placement(k));
+        let ranks = self.place.ranks;
+        let fits = match (of_queries, of_keys) {
+            (Placement::Replicate, Placement::Replicate) => true,
+            (Placement::ShardColumns { parts }, Placement::ShardColumns { parts: of_keys }) => {
+                parts == ranks && key_value_heads.is_multiple_of(of_keys)
+            }
+            // Every rank computes the only key head.
+            (Placement::ShardColumns { parts }, Placement::Replicate) => {
+                parts == ranks && key_value_heads == 1 && self.mode() == Mode::Inference
+            }
+            (Placement::ShardBlocks(grid), Placement::ShardBlocks(_)) => {
+                heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
+            }
+            _ => false,
+        };
+        let describe = |value| self.describe(value);
+        assert!(
+            fits && of_keys == self.placement(v),
+            "attention of queries {} to keys {} and values {}",
+            describe(q),
+            describe(k),
+            describe(v)
+        );
+        assert!(k != v || self.mode() == Mode::Inference, "attention: keys that are values have no backward");
+        of_queries
     }
 
     /// Records what the context-parallel method does before attention. Returns the operands that attention reads, its

@@ -32,7 +32,7 @@ impl BlockKernels for CpuQueue {
                 let out = unsafe { out.write(token * width..(token + 1) * width) };
                 // An id before the first one wraps around to a row beyond the last.
                 match ids[token].wrapping_sub(first_id) as usize {
-                    row if row < rows => lines.decode_whole(row, out),
+                    row if row < rows => lines.decode_whole(self.level, row, out),
                     _ => out.fill(T::store(0.0)),
                 }
             }));

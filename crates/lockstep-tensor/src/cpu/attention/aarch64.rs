@@ -17,6 +17,11 @@ impl Lanes for Neon {
     const TILE_REGISTERS: usize = 4;
 
     #[inline(always)]
+    fn run<R>(work: impl FnOnce() -> R) -> R {
+        work()
+    }
+
+    #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
         // SAFETY: every CPU has NEON, here and below.
         Self(unsafe { vdupq_n_f32(x) })

@@ -114,7 +114,7 @@ impl<T: Float> Backward<'_, T> {
     ) {
         let geometry = &self.geometry;
         dq.fill(0.0);
-        V::LEVEL.run(inlined!(|| {
+        V::run(inlined!(|| {
             let rows = 0..geometry.rows();
             let mut later = geometry.query_vectors(pair, rows.clone()).skip(PREFETCH_ROWS);
             let places = geometry.query_vectors(pair, rows.clone()).zip(geometry.statistics(pair, rows));
@@ -230,7 +230,7 @@ impl Softmax<'_> {
     /// Replaces scores by probabilities after dropout, and gradients of the probabilities by gradients of the scores.
     #[inline(never)]
     pub(super) fn differentiate<V: Lanes>(self, scores: &mut [f32], gradients: &mut [f32]) {
-        V::LEVEL.run(inlined!(|| {
+        V::run(inlined!(|| {
             match self.kept {
                 None => self.differentiate_rows::<V, false>(scores, gradients),
                 Some(_) => self.differentiate_rows::<V, true>(scores, gradients),
@@ -240,7 +240,7 @@ impl Softmax<'_> {
 
     #[inline(always)]
     fn differentiate_rows<V: Lanes, const DROPOUT: bool>(self, scores: &mut [f32], gradients: &mut [f32]) {
-        // SAFETY: this runs under `V::LEVEL`.
+        // SAFETY: this runs in `V::run`.
         let splat = inlined!(|x| unsafe { V::splat(x) });
         let zero = splat(0.0);
         let rows = scores.chunks_exact_mut(BLOCK).zip(gradients.chunks_exact_mut(BLOCK));
@@ -292,7 +292,7 @@ pub(super) unsafe fn unpack<V: Lanes, T: Float>(
     places: impl Iterator<Item = Range<usize>>,
     width: usize,
 ) {
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for (row, place) in packed.chunks_exact(width).zip(places) {
             // SAFETY: the caller promises that no other task accesses the place.
             unsafe { target.row(place, 1.0, factor, row) };

@@ -32,7 +32,7 @@ pub(super) fn pack<V: Lanes, T: Float>(
     packed: &mut [f32],
     width: usize,
 ) {
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         let mut later = vectors.clone().skip(PREFETCH_ROWS);
         for (row, vector) in packed.chunks_exact_mut(width).zip(vectors) {
             if let Some(later) = later.next() {
@@ -42,7 +42,7 @@ pub(super) fn pack<V: Lanes, T: Float>(
             let (elements, padding) = row.split_at_mut(vector.len());
             let whole = vector.len() / V::LANES * V::LANES;
             for lane in (0..whole).step_by(V::LANES) {
-                // SAFETY: the register lies in both slices, as just split and sliced; this runs under `V::LEVEL`.
+                // SAFETY: the register lies in both slices, as just split and sliced; this runs in `V::run`.
                 unsafe {
                     let values = load::<V, T>(vector.as_ptr().add(lane));
                     values.mul(V::splat(factor)).store(elements.as_mut_ptr().add(lane));
@@ -81,11 +81,11 @@ pub(super) fn transpose<V: Lanes>(packed: &mut [f32], width: usize, rows: usize,
     let padded_rows = rows.next_multiple_of(V::LANES);
     packed[rows * width..padded_rows * width].fill(0.0);
     assert!(width.is_multiple_of(V::LANES) && padded_rows <= BLOCK && transposed.len() >= width * BLOCK);
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for row in (0..padded_rows).step_by(V::LANES) {
             for column in (0..width).step_by(V::LANES) {
-                // SAFETY: both squares lie in their slices, as asserted and as the fill checked; this runs under
-                // `V::LEVEL`.
+                // SAFETY: both squares lie in their slices, as asserted and as the fill checked; this runs in
+                // `V::run`.
                 unsafe {
                     let source = packed.as_ptr().add(row * width + column);
                     V::transpose(source, width, transposed.as_mut_ptr().add(column * BLOCK + row));
@@ -158,10 +158,10 @@ pub(super) fn kept<V: Lanes>(
     let dropout = geometry.dropout?;
     let (mask, key) = (dropout.mask, dropout.key(pair.sequence));
     let mut kept = [0; BLOCK];
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for (bits, row) in kept.iter_mut().zip(rows) {
             let (counter, unused) = geometry.dropout_counter(pair, row, first_key, mask.site);
-            // SAFETY: this runs under `V::LEVEL`, which the queue detected in the CPU.
+            // SAFETY: this runs in `V::run`, which the queue detected in the CPU.
             let keep_bits = |counter| unsafe { V::keep_bits(key, counter, mask.threshold) };
             *bits = keep_bits(counter);
             if unused > 0 {

@@ -19,7 +19,7 @@ use crate::{
     Attention, CacheShape, CpuLevel, PagedCache, TokenSpan,
     cpu::{
         operands::Operand,
-        simd::{Float, inlined},
+        simd::{Float, Isa, inlined},
     },
 };
 
@@ -197,14 +197,14 @@ fn store<V: Lanes, T: Float>(
     }
     let (numbers, codes) = scratch.split_at_mut(scratch.len() / 2);
     let numbers = &mut numbers[..vector.len()];
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for (number, x) in numbers.iter_mut().zip(vector) {
             *number = x.load();
         }
     }));
     if format.stored == KvCacheType::Bf16 {
         let narrow = &mut bytemuck::cast_slice_mut::<f32, bf16>(codes)[..vector.len()];
-        V::LEVEL.run_with_isa(inlined!(|isa| bf16::store_all(isa, numbers, narrow)));
+        V::run(inlined!(|| bf16::store_all(Isa::PLAIN, numbers, narrow)));
         return write(format.layout, operand, slot, narrow, bytemuck::cast_slice_mut(elements));
     }
     let codes = &mut bytemuck::cast_slice_mut::<f32, u8>(codes)[..vector.len()];

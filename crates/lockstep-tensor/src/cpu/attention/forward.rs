@@ -232,7 +232,7 @@ impl<T: Float> Forward<'_, T> {
         totals: &[f32; TASK_ROWS],
     ) {
         let geometry = &self.geometry;
-        V::LEVEL.run(inlined!(|| {
+        V::run(inlined!(|| {
             let places = geometry.query_vectors(pair, rows.clone()).zip(geometry.statistics(pair, rows));
             for (i, (vector, statistic)) in places.enumerate() {
                 let sum = &sums[i * geometry.padded_dim..][..geometry.padded_dim];
@@ -287,7 +287,7 @@ impl Softmax<'_> {
     pub(super) fn update<V: Lanes>(mut self, scores: &mut [f32]) {
         let Self { visible, ref maxima, ref totals, .. } = self;
         assert!(scores.len() >= visible.len() * BLOCK && maxima.len() == BLOCK && totals.len() == BLOCK);
-        V::LEVEL.run(inlined!(|| {
+        V::run(inlined!(|| {
             for (first, visible) in (0..BLOCK).step_by(ROWS).zip(visible.chunks(ROWS)) {
                 let scores = &mut scores[first * BLOCK..][..visible.len() * BLOCK];
                 match self.kept {
@@ -306,7 +306,7 @@ impl Softmax<'_> {
         visible: &[u64],
         scores: &mut [f32],
     ) {
-        // SAFETY: this runs under `V::LEVEL`.
+        // SAFETY: this runs in `V::run`.
         let splat = inlined!(|x| unsafe { V::splat(x) });
         let (nothing, zero) = (splat(f32::NEG_INFINITY), splat(0.0));
         let seen = columns_of(visible);
@@ -355,7 +355,7 @@ impl Softmax<'_> {
     fn raise_maxima<V: Lanes>(&mut self, first: usize, largest: &[f32; ROWS]) -> [f32; ROWS] {
         let mut references = [0.0; ROWS];
         for lane in (0..ROWS).step_by(V::LANES) {
-            // SAFETY: this runs under `V::LEVEL`; the registers lie inside the slices.
+            // SAFETY: this runs in `V::run`; the registers lie inside the slices.
             unsafe {
                 let maximum = self.maxima[first + lane..][..V::LANES].as_mut_ptr();
                 let shrinkage = self.shrinkage[first + lane..][..V::LANES].as_mut_ptr();

@@ -22,7 +22,7 @@ use crate::{
     cpu::{
         gemm::BlockLines,
         operands::{Operand, check_disjoint},
-        simd::{Float, inlined, with_float},
+        simd::{Float, Isa, inlined, with_float},
     },
 };
 
@@ -112,7 +112,7 @@ impl<T: Float> Work<'_, T> {
     /// Converts lines of the matrix to rows of f32, padded with zeros.
     fn convert<V: Lanes>(&self, lines: Range<usize>, rows: &mut [f32]) {
         let line = self.line();
-        V::LEVEL.run(inlined!(|| {
+        V::run(inlined!(|| {
             for (row, index) in rows.chunks_exact_mut(padded(line)).zip(lines) {
                 let (numbers, padding) = row.split_at_mut(line);
                 match self.lines {
@@ -120,7 +120,7 @@ impl<T: Float> Work<'_, T> {
                         let elements = &elements[index * line..][..line];
                         numbers.iter_mut().zip(elements).for_each(|(number, x)| *number = x.load());
                     }
-                    Lines::Blocks(lines) => lines.decode_whole(index, numbers),
+                    Lines::Blocks(lines) => lines.decode_whole(V::LEVEL, index, numbers),
                 }
                 padding.fill(0.0);
             }
@@ -178,7 +178,7 @@ impl<T: Float> Worker for Work<'_, T> {
                 let first = (row * self.heads + head) * y_width;
                 // SAFETY: a task has rows of a head of its own.
                 let y = unsafe { self.y.write(first + columns.start..first + columns.end) };
-                V::LEVEL.run_with_isa(inlined!(|isa| T::store_all(isa, &products[..columns.len()], y)));
+                V::run(inlined!(|| T::store_all(Isa::PLAIN, &products[..columns.len()], y)));
             }
         }
     }

@@ -1,6 +1,6 @@
 //! A vector register of f32 lanes with the operations that attention needs, and its portable implementation.
 //!
-//! Code generic over [`Lanes`] must be inlined into a closure passed to `V::LEVEL.run(..)`: there the intrinsics
+//! Code generic over [`Lanes`] must be inlined into a closure passed to `V::run(..)`: there the intrinsics
 //! become single instructions. Only code that promises that the CPU has the level can make a value (`splat`, `load`),
 //! so the methods on values are safe.
 
@@ -47,6 +47,9 @@ pub(super) trait Lanes: Copy {
     const LANES: usize;
     /// Number of registers in a row of a tile of accumulators, such that six rows fit the register file.
     const TILE_REGISTERS: usize;
+
+    /// Runs `work`, which must be `inlined!`, compiled for the level. Only a queue of the level calls it.
+    fn run<R>(work: impl FnOnce() -> R) -> R;
 
     /// # Safety
     /// See the trait.
@@ -157,6 +160,11 @@ impl Lanes for Portable {
     const TILE_REGISTERS: usize = 2;
 
     #[inline(always)]
+    fn run<R>(work: impl FnOnce() -> R) -> R {
+        work()
+    }
+
+    #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
         Self([x; 4])
     }
@@ -259,7 +267,7 @@ mod tests {
     fn through<V: Lanes>(x: &[f32], f: impl Fn(V) -> V) -> Vec<f32> {
         let mut out = vec![0.0; V::LANES];
         // SAFETY: `levels` detected the level in the CPU, and both slices hold a register.
-        V::LEVEL.run(|| unsafe { f(V::load(x[..V::LANES].as_ptr())).store(out.as_mut_ptr()) });
+        V::run(|| unsafe { f(V::load(x[..V::LANES].as_ptr())).store(out.as_mut_ptr()) });
         out
     }
 
@@ -333,7 +341,7 @@ mod tests {
         let x: Vec<f32> = (0..ROWS * V::LANES).map(|i| (i as f32 * 1.7).sin()).collect();
         let mut reduced = [[0.0; ROWS]; 4];
         // SAFETY: `levels` detected the level in the CPU, and a register of each row lies in the numbers.
-        V::LEVEL.run(|| unsafe {
+        V::run(|| unsafe {
             let rows: [V; ROWS] = std::array::from_fn(|i| V::load(x[i * V::LANES..][..V::LANES].as_ptr()));
             reduced = [V::sums(&rows), rows.map(V::sum), V::maximums(&rows), rows.map(V::maximum)];
         });
@@ -351,7 +359,7 @@ mod tests {
         let source: Vec<f32> = (0..V::LANES * row).map(|i| i as f32).collect();
         let mut target = vec![-1.0; V::LANES * BLOCK];
         // SAFETY: `levels` detected the level in the CPU, and both slices hold the squares.
-        V::LEVEL.run(|| unsafe { V::transpose(source.as_ptr(), row, target.as_mut_ptr()) });
+        V::run(|| unsafe { V::transpose(source.as_ptr(), row, target.as_mut_ptr()) });
         for (j, line) in target.chunks(BLOCK).enumerate() {
             for (i, x) in line.iter().enumerate() {
                 let expected = if i < V::LANES { source[i * row + j] } else { -1.0 };
@@ -377,7 +385,7 @@ mod tests {
                 };
                 let expected = (0..64).fold(0, |bits, i| bits | u64::from(kept(i)) << i);
                 // SAFETY: `levels` detected the level in the CPU.
-                let bits = V::LEVEL.run(|| unsafe { V::keep_bits(key, counter, threshold) });
+                let bits = V::run(|| unsafe { V::keep_bits(key, counter, threshold) });
                 assert_eq!(bits, expected, "{}: threshold {threshold:#x}", V::LEVEL);
             }
         }

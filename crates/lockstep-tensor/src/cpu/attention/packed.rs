@@ -362,7 +362,7 @@ pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
                     a => K::finished_tile(depth.len(), a, b, &Place::whole(&mut tile, K::COLUMNS)),
                 }
             }
-            V::LEVEL.run(inlined!(|| {
+            V::run(inlined!(|| {
                 let targets = sums[rows.start * stride..].chunks_mut(stride).take(rows.len());
                 for ((target, products), row) in targets.zip(tile.rows(K::COLUMNS)).zip(rows.clone()) {
                     let keep = match start {
@@ -370,7 +370,7 @@ pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
                         Start::Output => Some(1.0),
                         Start::Scaled(factors) => Some(factors[row]),
                     };
-                    // SAFETY: this runs under `V::LEVEL`.
+                    // SAFETY: this runs in `V::run`.
                     unsafe { put::<V>(&mut target[columns.clone()], products, factor, keep) };
                 }
             }));

@@ -43,7 +43,7 @@ pub(super) fn encode<V: Lanes>(stored: KvCacheType, vector: &[f32], codes: &mut 
         KvCacheType::Fp8 => FP8_LIMIT,
         KvCacheType::F32 | KvCacheType::Bf16 | KvCacheType::F16 => panic!("{stored} has no codes"),
     };
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         // The magnitudes of numbers are in the order of their bits.
         let largest = vector.iter().fold(0, |most, x| (x.to_bits() & 0x7fff_ffff).max(most));
         let scale = f32::from_bits(largest) / limit;
@@ -97,14 +97,14 @@ pub(super) fn decode<'s, V: Lanes>(format: PageFormat, codes: &[u8], scratch: &'
             let numbers = &mut bytemuck::cast_slice_mut::<f32, bf16>(scratch)[..codes.len()];
             // The numbers are those of bf16, so nothing is rounded.
             let narrow = inlined!(|x: f32| bf16::from_bits((x.to_bits() >> 16) as u16));
-            V::LEVEL.run(inlined!(|| match format.stored {
+            V::run(inlined!(|| match format.stored {
                 KvCacheType::Int8 => map(codes, numbers, inlined!(|code| narrow(f32::from(code as i8)))),
                 KvCacheType::Fp8 => map(codes, numbers, inlined!(|code| narrow(fp8_number(code)))),
                 stored => unreachable!("bf16 numbers encoded as {stored}"),
             }));
         }
         PageLayout::Transposed { .. } | PageLayout::Rows { .. } => {
-            V::LEVEL.run(inlined!(|| match format.stored {
+            V::run(inlined!(|| match format.stored {
                 KvCacheType::Int8 => map(codes, scratch, inlined!(|code| f32::from(code as i8))),
                 KvCacheType::Fp8 => map(codes, scratch, fp8_number),
                 KvCacheType::Bf16 => map(bytemuck::cast_slice(codes), scratch, bf16::load),
@@ -124,7 +124,7 @@ pub(super) fn decode_rows<V: Lanes, T: Float>(
     (rows, width): (&mut [T], usize),
 ) {
     let vectors = codes.chunks_exact(head_dim * stored.element_bytes());
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for (row, codes) in rows.chunks_exact_mut(width).zip(vectors) {
             let (numbers, padding) = row.split_at_mut(head_dim);
             match stored {
@@ -149,7 +149,7 @@ fn map<C: Copy, T>(codes: &[C], numbers: &mut [T], number: impl Fn(C) -> T) {
 
 /// Multiplies each row of a block, `[rows, 64]`, by the scales of its keys or values.
 pub(super) fn scale_columns<V: Lanes>(scales: &[f32], rows: &mut [f32]) {
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         let scales = &scales[..BLOCK];
         for row in rows.chunks_exact_mut(BLOCK) {
             for (score, scale) in row.iter_mut().zip(scales) {

@@ -63,7 +63,7 @@ pub(super) fn multiply<V: Lanes>(
     if let Start::Scaled(factors) = start {
         assert!(rows.end <= factors.len());
     }
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         let mut column = columns.start;
         while column < columns.end {
             let registers = ((columns.end - column) / V::LANES).min(V::TILE_REGISTERS);
@@ -87,7 +87,7 @@ pub(super) fn multiply<V: Lanes>(
                         start => start,
                     },
                 };
-                // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which the
+                // SAFETY: the tile lies inside the asserted bounds, and this runs in `V::run`, which the
                 // queue detected in the CPU before it chose `V`.
                 unsafe {
                     match registers {

@@ -68,10 +68,10 @@ pub(super) fn multiply_derivatives<V: Lanes>(visible: &[u64], derivatives: &[f32
         return;
     }
     assert!(derivatives.len() >= visible.len() * BLOCK && gradients.len() >= visible.len() * BLOCK);
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for (i, bits) in visible.iter().enumerate() {
             for lane in registers::<V>(*bits) {
-                // SAFETY: this runs under `V::LEVEL`; the registers of a row lie inside it, as asserted.
+                // SAFETY: this runs in `V::run`; the registers of a row lie inside it, as asserted.
                 unsafe {
                     let gradient = gradients.as_mut_ptr().add(i * BLOCK + lane);
                     let derivative = V::load(derivatives.as_ptr().add(i * BLOCK + lane));
@@ -101,11 +101,11 @@ fn soft_cap<V: Lanes, const DERIVATIVES: bool>(
 ) {
     assert!(scores.len() >= visible.len() * BLOCK);
     assert!(!DERIVATIVES || derivatives.len() >= visible.len() * BLOCK);
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for (i, bits) in visible.iter().enumerate() {
             for lane in registers::<V>(*bits) {
                 let place = i * BLOCK + lane;
-                // SAFETY: this runs under `V::LEVEL`; the registers of a row lie inside it, as asserted.
+                // SAFETY: this runs in `V::run`; the registers of a row lie inside it, as asserted.
                 unsafe {
                     let score = scores.as_mut_ptr().add(place);
                     let tangent = V::load(score).mul(V::splat(1.0 / bound)).tanh();
@@ -124,9 +124,9 @@ fn soft_cap<V: Lanes, const DERIVATIVES: bool>(
 /// query.
 fn add_bias<V: Lanes>(slope: f32, offset: f32, visible: u64, scores: &mut [f32]) {
     let scores = &mut scores[..BLOCK];
-    V::LEVEL.run(inlined!(|| {
+    V::run(inlined!(|| {
         for lane in registers::<V>(visible) {
-            // SAFETY: this runs under `V::LEVEL`; the registers lie inside the row of 64 just sliced.
+            // SAFETY: this runs in `V::run`; the registers lie inside the row of 64 just sliced.
             unsafe {
                 let score = scores.as_mut_ptr().add(lane);
                 let after = V::splat(offset).sub(V::load(KEYS.as_ptr().add(lane)));

@@ -7,7 +7,10 @@ use std::arch::x86_64::*;
 use lockstep_plan::random::Philox;
 
 use super::lanes::{BLOCK, EXP2, Lanes, ROWS};
-use crate::{CpuLevel, cpu::simd::inlined};
+use crate::{
+    CpuLevel,
+    cpu::simd::{self, inlined},
+};
 
 /// Spreads the bits of each word's mask to every fourth bit: bit `g` of `words[i]` becomes bit `4g + i`.
 #[inline(always)]
@@ -90,6 +93,12 @@ impl Lanes for Avx512 {
     const LEVEL: CpuLevel = CpuLevel::Avx512;
     const LANES: usize = 16;
     const TILE_REGISTERS: usize = 4;
+
+    #[inline(always)]
+    fn run<R>(work: impl FnOnce() -> R) -> R {
+        // SAFETY: a queue chooses these lanes only if the CPU has the level.
+        unsafe { simd::avx512(work) }
+    }
 
     arithmetic! {
         splat: _mm512_set1_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps, mul_add: _mm512_fmadd_ps,
@@ -265,6 +274,12 @@ impl Lanes for Avx2 {
     const LEVEL: CpuLevel = CpuLevel::Avx2;
     const LANES: usize = 8;
     const TILE_REGISTERS: usize = 2;
+
+    #[inline(always)]
+    fn run<R>(work: impl FnOnce() -> R) -> R {
+        // SAFETY: a queue chooses these lanes only if the CPU has the level.
+        unsafe { simd::avx2(work) }
+    }
 
     arithmetic! {
         splat: _mm256_set1_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps, mul_add: _mm256_fmadd_ps,

@@ -23,7 +23,7 @@ const COLUMNS: usize = 8;
 
 vector!(
     /// Four f32 lanes of NEON.
-    F32x4(float32x4_t), "neon", 4, vdupq_n_f32(0.0),
+    F32x4(float32x4_t), Neon, "neon", 4, vdupq_n_f32(0.0),
     |units| vld1q_f32(units.cast()),
     |unit| vdupq_n_f32(f32::from_bits(unit)),
     |x, y, sums| vfmaq_f32(sums.0, x.0, y.0),
@@ -32,7 +32,7 @@ vector!(
 
 vector!(
     /// Four lanes of FEAT_BF16, each summing the products of a pair of bf16.
-    Bf16Dots(float32x4_t), "neon,bf16", 4, vdupq_n_f32(0.0),
+    Bf16Dots(float32x4_t), NeonBf16, "neon,bf16", 4, vdupq_n_f32(0.0),
     |units| vld1q_f32(units.cast()),
     |unit| vdupq_n_f32(f32::from_bits(unit)),
     |x, y, sums| dot_products(sums.0, x.0, y.0),

@@ -12,8 +12,8 @@ use lockstep_plan::{
 
 use super::{transpose::SIDE, word_lanes::WordLanes};
 use crate::{
-    BlockLayout, BlockMatrix,
-    cpu::simd::{CACHE_LINE_BYTES, Float, prefetch},
+    BlockLayout, BlockMatrix, CpuLevel,
+    cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch},
     kernels::interleaved_bytes,
 };
 
@@ -150,23 +150,22 @@ impl<'a> BlockLines<'a> {
     pub(super) fn element<T: Float>(&self, index: usize, depth: usize) -> T {
         let start = depth / CHUNK * CHUNK;
         let mut values = [T::zeroed(); CHUNK];
-        self.decode(index, start, &mut values);
+        self.decode(CpuLevel::Portable, index, start, &mut values);
         values[depth - start]
     }
 
     /// Decodes a chunk of line `index`, which begins at element `start`.
     #[inline(always)]
-    fn decode<T: Float>(&self, index: usize, start: usize, values: &mut [T]) {
+    fn decode<T: Float>(&self, level: CpuLevel, index: usize, start: usize, values: &mut [T]) {
         let mut buffer = [0; CHUNK_BYTES];
-        let blocks = self.read(index, start, &mut buffer);
-        with_block_codec!(self.format, Codec => decode_line::<Codec, T>(blocks, values));
+        decode_line(level, self.format, self.read(index, start, &mut buffer), values);
     }
 
-    /// Decodes line `index`.
+    /// Decodes line `index` by the instructions of `level`, for which the caller is compiled.
     #[inline(always)]
-    pub(in crate::cpu) fn decode_whole<T: Float>(&self, index: usize, values: &mut [T]) {
+    pub(in crate::cpu) fn decode_whole<T: Float>(&self, level: CpuLevel, index: usize, values: &mut [T]) {
         for (chunk, values) in values.chunks_mut(CHUNK).enumerate() {
-            self.decode(index, chunk * CHUNK, values);
+            self.decode(level, index, chunk * CHUNK, values);
         }
     }
 
@@ -174,42 +173,33 @@ impl<'a> BlockLines<'a> {
     /// panels.
     #[inline(always)]
     pub(super) fn chunk(&self, lines: Range<usize>, start: usize) -> Chunk<'a> {
-        let elements = self.chunk_end(start) - start;
         if self.layout == BlockLayout::Interleaved {
             debug_assert!(lines.start.is_multiple_of(SIDE) && lines.len() == SIDE, "{lines:?} are no panel");
             let first_block = start / self.format.block_elements();
-            return Chunk {
-                lines: ChunkLines::Interleaved { panel: self.panel(lines.start / SIDE), first_block },
-                elements,
-            };
+            return Chunk::Interleaved { panel: self.panel(lines.start / SIDE), first_block };
         }
+        Chunk::Rows(self.rows_chunk(lines, start))
+    }
+
+    /// Returns [`BlockLines::chunk`] of lines that lie one after the other.
+    #[inline(always)]
+    pub(super) fn rows_chunk(&self, lines: Range<usize>, start: usize) -> RowsChunk {
         let last = self.blocks(lines.end - 1, start);
         let mut addresses = [last.as_ptr(); SIDE];
         for (address, lines_before_last) in addresses.iter_mut().zip((0..lines.len()).rev()) {
             *address = last.as_ptr().wrapping_sub(lines_before_last * self.line_bytes);
         }
-        Chunk { lines: ChunkLines::Rows { addresses, bytes: last.len() }, elements }
+        RowsChunk { addresses, bytes: last.len() }
     }
 
     /// Fetches what is needed after a chunk: further along its lines, and from their end on in the next 16 lines.
     #[inline(always)]
-    pub(super) fn fetch_after(&self, chunk: &Chunk<'_>, start: usize) {
-        let (addresses, bytes) = match &chunk.lines {
-            ChunkLines::Rows { addresses, bytes } => (addresses, *bytes),
-            ChunkLines::Interleaved { panel, first_block } => {
-                with_block_codec!(self.format, Codec => {
-                    for block in 0..chunk.elements / Codec::ELEMENTS {
-                        panel.fetch_after::<Codec>(first_block + block);
-                    }
-                });
-                return;
-            }
-        };
+    pub(super) fn fetch_after(&self, chunk: &RowsChunk, start: usize) {
         let first = start / self.format.block_elements() * self.format.block_bytes();
-        let is_of_later = first + bytes + AHEAD_BYTES > self.line_bytes;
+        let is_of_later = first + chunk.bytes + AHEAD_BYTES > self.line_bytes;
         let ahead = AHEAD_BYTES + if is_of_later { (SIDE - 1) * self.line_bytes } else { 0 };
-        for address in addresses {
-            for byte in (0..bytes).step_by(CACHE_LINE_BYTES) {
+        for address in chunk.addresses {
+            for byte in (0..chunk.bytes).step_by(CACHE_LINE_BYTES) {
                 prefetch(address.wrapping_add(byte + ahead));
             }
         }
@@ -217,18 +207,19 @@ impl<'a> BlockLines<'a> {
 }
 
 /// A chunk of 16 lines.
-pub(super) struct Chunk<'a> {
-    lines: ChunkLines<'a>,
-    /// Elements of each line.
-    pub(super) elements: usize,
-}
-
-/// Place of a chunk's lines.
-enum ChunkLines<'a> {
-    /// Address of each line's first block, and the bytes of each line.
-    Rows { addresses: [*const u8; SIDE], bytes: usize },
+pub(super) enum Chunk<'a> {
+    /// Lines one after the other.
+    Rows(RowsChunk),
     /// The panel, and the first block in it.
     Interleaved { panel: Panel<'a>, first_block: usize },
+}
+
+/// A chunk of 16 lines that lie one after the other.
+pub(super) struct RowsChunk {
+    /// Address of each line's first block.
+    addresses: [*const u8; SIDE],
+    /// Bytes of each line.
+    pub(super) bytes: usize,
 }
 
 /// 16 interleaved lines.
@@ -308,24 +299,35 @@ impl WordBuffer {
         chunk: &Chunk<'_>,
         block: usize,
     ) -> &[W] {
-        const { assert!(size_of::<W>() == 4 * SIDE && align_of::<W>() <= align_of::<Self>()) };
-        // SAFETY: words of a line each, of which any bits are valid.
-        let words: &mut [W] =
-            unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), all_words::<C>()) };
-        let lines = match &chunk.lines {
-            ChunkLines::Rows { addresses, .. } => addresses,
-            ChunkLines::Interleaved { panel, first_block } => {
+        match chunk {
+            // SAFETY: the caller's promises.
+            Chunk::Rows(chunk) => unsafe { self.transpose::<W, C>(chunk, block) },
+            Chunk::Interleaved { panel, first_block } => {
                 let source = panel.block::<C>(first_block + block);
+                let words = self.words::<W, C>();
                 for (index, word) in words[..C::WORDS.count].iter_mut().enumerate() {
                     *word = source.word(index);
                 }
                 if C::EXTRA.is_some() {
                     words[C::WORDS.count] = source.extra();
                 }
-                return words;
+                words
             }
-        };
-        let mut addresses = *lines;
+        }
+    }
+
+    /// Transposes block `block` of lines that lie one after the other. Returns all its words.
+    ///
+    /// # Safety
+    /// The chunk must have the block, and the CPU the instructions of `W`.
+    #[inline(always)]
+    pub(super) unsafe fn transpose<W: WordLanes, C: BlockCodec>(
+        &mut self,
+        chunk: &RowsChunk,
+        block: usize,
+    ) -> &[W] {
+        let words = self.words::<W, C>();
+        let mut addresses = chunk.addresses;
         for address in &mut addresses {
             *address = address.wrapping_add(block * C::BYTES + C::WORDS.first_byte);
         }
@@ -333,7 +335,7 @@ impl WordBuffer {
         unsafe { W::transpose(&addresses, &mut words[..C::WORDS.count]) };
         if let Some(at) = C::EXTRA {
             let mut halves = [0; SIDE];
-            for (half, line) in halves.iter_mut().zip(lines) {
+            for (half, line) in halves.iter_mut().zip(&chunk.addresses) {
                 // SAFETY: the caller's promise.
                 let bytes = unsafe { line.add(block * C::BYTES + at).cast::<u16>().read_unaligned() };
                 *half = u32::from(u16::from_le(bytes));
@@ -343,17 +345,31 @@ impl WordBuffer {
         }
         words
     }
+
+    /// Returns the memory as words of a block.
+    #[inline(always)]
+    fn words<W: WordLanes, C: BlockCodec>(&mut self) -> &mut [W] {
+        const { assert!(size_of::<W>() == 4 * SIDE && align_of::<W>() <= align_of::<Self>()) };
+        // SAFETY: words of a line each, of which any bits are valid.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), all_words::<C>()) }
+    }
 }
 
-/// Decodes whole blocks, and rounds to the type.
+/// Decodes whole blocks by the instructions of `level`, and rounds to the type.
 #[inline(always)]
-pub(super) fn decode_line<C: BlockCodec, T: Float>(blocks: &[u8], values: &mut [T]) {
-    for (blocks, values) in blocks.chunks(CHUNK / C::ELEMENTS * C::BYTES).zip(values.chunks_mut(CHUNK)) {
+pub(super) fn decode_line<T: Float>(level: CpuLevel, format: BlockFormat, blocks: &[u8], values: &mut [T]) {
+    let chunk_bytes = CHUNK / format.block_elements() * format.block_bytes();
+    for (blocks, values) in blocks.chunks(chunk_bytes).zip(values.chunks_mut(CHUNK)) {
         let mut wide = [0.0; CHUNK];
-        let wide = &mut wide[..blocks.len() / C::BYTES * C::ELEMENTS];
-        dequantize::<C>(blocks, wide);
-        for (value, wide) in values.iter_mut().zip(wide) {
+        decode_chunk(level, format, blocks, &mut wide);
+        for (value, wide) in values.iter_mut().zip(&wide) {
             *value = T::store(*wide);
         }
     }
+}
+
+/// Decodes the blocks of a chunk. A function of its own, so that the formats are compiled once for each level.
+#[inline(never)]
+fn decode_chunk(level: CpuLevel, format: BlockFormat, blocks: &[u8], values: &mut [f32; CHUNK]) {
+    with_block_codec!(format, Codec => level.run(inlined!(|| dequantize::<Codec>(blocks, values))));
 }

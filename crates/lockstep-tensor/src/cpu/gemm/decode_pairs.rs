@@ -30,7 +30,7 @@ pub(super) unsafe fn decode_pairs(
     let chunk = lines.chunk(first..first + 16, start);
     with_block_codec!(lines.format, Codec => {
         let mut buffer = WordBuffer::ZEROS;
-        for block in 0..chunk.elements / Codec::ELEMENTS {
+        for block in 0..(lines.chunk_end(start) - start) / Codec::ELEMENTS {
             // SAFETY: the caller's promises, here and below.
             let words = unsafe { buffer.read::<Words512, Codec>(&chunk, block) };
             let mut runs = [(_mm512_setzero_ps(), _mm512_setzero_ps()); RUNS];

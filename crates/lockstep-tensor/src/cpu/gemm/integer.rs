@@ -190,6 +190,7 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
             return;
         }
         sums.fill(0.0);
+        let runs = (self.form.runs, self.lines.format.has_offsets());
         // Few rows read one panel after the other, as it lies in memory; many rows share the reading of their codes.
         let together = if rows.len() > ROWS { PANELS } else { 1 };
         for first_panel in (0..panels).step_by(together) {
@@ -211,8 +212,14 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
                     for (panel, packed) in (first_panel..).zip(packed.iter()) {
                         // SAFETY: the words are groups of as many rows; the caller's promise.
                         unsafe {
-                            self.multiply_group::<V>(count, words, packed, &mut sums[panel * SIDE..], width)
-                        };
+                            multiply_group::<V>(
+                                (count, words),
+                                packed,
+                                runs,
+                                &mut sums[panel * SIDE..],
+                                width,
+                            );
+                        }
                     }
                 }
             }
@@ -242,32 +249,31 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
             store_rows(level, (rows.len(), columns.len()), sums, width, &finish, target);
         }
     }
+}
 
-    /// Adds the products of a group of rows and packed lines to sums, whose rows are `width` apart.
-    ///
-    /// # Safety
-    /// The CPU must have the instructions of `V`.
-    unsafe fn multiply_group<V: IntegerLanes>(
-        &self,
-        rows: usize,
-        words: &[u32],
-        packed: &PackedLines,
-        sums: &mut [f32],
-        width: usize,
-    ) {
-        with_rows!(rows, COUNT => {
-            // SAFETY: the words are groups of `COUNT` rows; the caller's promise.
-            unsafe {
-                let groups = groups_of::<COUNT>(words);
-                match (self.form.runs, self.lines.format.has_offsets()) {
-                    (1, false) => add_products::<V, COUNT, 1, false>(groups, packed, sums, width),
-                    (1, true) => add_products::<V, COUNT, 1, true>(groups, packed, sums, width),
-                    (_, false) => add_products::<V, COUNT, 2, false>(groups, packed, sums, width),
-                    (_, true) => add_products::<V, COUNT, 2, true>(groups, packed, sums, width),
-                }
+/// Adds the products of a group of rows and packed lines, whose groups have `runs` runs, to sums, whose rows are `width` apart.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`, and the words must be groups of as many rows.
+unsafe fn multiply_group<V: IntegerLanes>(
+    (rows, words): (usize, &[u32]),
+    packed: &PackedLines,
+    (runs, has_offsets): (usize, bool),
+    sums: &mut [f32],
+    width: usize,
+) {
+    with_rows!(rows, COUNT => {
+        // SAFETY: the caller's promises.
+        unsafe {
+            let groups = groups_of::<COUNT>(words);
+            match (runs, has_offsets) {
+                (1, false) => add_products::<V, COUNT, 1, false>(groups, packed, sums, width),
+                (1, true) => add_products::<V, COUNT, 1, true>(groups, packed, sums, width),
+                (_, false) => add_products::<V, COUNT, 2, false>(groups, packed, sums, width),
+                (_, true) => add_products::<V, COUNT, 2, true>(groups, packed, sums, width),
             }
-        });
-    }
+        }
+    });
 }
 
 /// Returns groups of rows.

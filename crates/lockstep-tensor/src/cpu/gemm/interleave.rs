@@ -45,31 +45,35 @@ pub(in crate::cpu) fn interleave(queue: &CpuQueue, from: BlockMatrix<'_>, to: Bl
 #[inline(never)]
 unsafe fn write_panel<V: IntegerLanes>(lines: &BlockLines<'_>, panel: usize, target: &mut [u8]) {
     let first = panel * SIDE;
-    // SAFETY: the caller's promise, here and below.
-    unsafe {
-        V::compiled(inlined!(|| with_block_codec!(lines.format, Codec => {
-            let blocks = lines.columns / Codec::ELEMENTS;
-            let (words, halves) = target.split_at_mut(blocks * Codec::WORDS.count * 4 * SIDE);
-            let mut words = words.as_chunks_mut().0.iter_mut();
-            let mut halves = halves.chunks_exact_mut(2 * SIDE);
-            let mut buffer = WordBuffer::ZEROS;
-            for start in (0..lines.columns).step_by(CHUNK) {
-                let chunk = lines.chunk(first..first + SIDE, start);
-                lines.fetch_after(&chunk, start);
-                for block in 0..chunk.elements / Codec::ELEMENTS {
-                    let (stored, extra) = buffer.read::<V::Words, Codec>(&chunk, block).split_at(Codec::WORDS.count);
-                    for (word, target) in stored.iter().zip(&mut words) {
-                        word.store_bytes(target);
-                    }
-                    for (word, target) in extra.iter().zip(&mut halves) {
-                        let mut whole = [0; SIDE];
-                        word.store(&mut whole);
-                        for (target, whole) in target.chunks_exact_mut(2).zip(whole) {
-                            target.copy_from_slice(&(whole as u16).to_le_bytes());
+    // A function for each format, as in `pack_codes`.
+    with_block_codec!(lines.format, Codec => {
+        // SAFETY: the caller's promise, here and below.
+        unsafe {
+            V::compiled(inlined!(|| {
+                let blocks = lines.columns / Codec::ELEMENTS;
+                let (words, halves) = target.split_at_mut(blocks * Codec::WORDS.count * 4 * SIDE);
+                let mut words = words.as_chunks_mut().0.iter_mut();
+                let mut halves = halves.chunks_exact_mut(2 * SIDE);
+                let mut buffer = WordBuffer::ZEROS;
+                for start in (0..lines.columns).step_by(CHUNK) {
+                    let chunk = lines.rows_chunk(first..first + SIDE, start);
+                    lines.fetch_after(&chunk, start);
+                    for block in 0..chunk.bytes / Codec::BYTES {
+                        let all = buffer.transpose::<V::Words, Codec>(&chunk, block);
+                        let (stored, extra) = all.split_at(Codec::WORDS.count);
+                        for (word, target) in stored.iter().zip(&mut words) {
+                            word.store_bytes(target);
+                        }
+                        for (word, target) in extra.iter().zip(&mut halves) {
+                            let mut whole = [0; SIDE];
+                            word.store(&mut whole);
+                            for (target, whole) in target.chunks_exact_mut(2).zip(whole) {
+                                target.copy_from_slice(&(whole as u16).to_le_bytes());
+                            }
                         }
                     }
                 }
-            }
-        })));
-    }
+            }));
+        }
+    });
 }

@@ -16,7 +16,7 @@ use super::{
 use crate::cpu::simd::inlined;
 
 /// Computes the products of a row and the 16 lines of each panel from `first` on. A function of its own, so that the formats are compiled
-/// once for each level.
+/// once for each level, each by itself.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
@@ -27,16 +27,14 @@ pub(super) unsafe fn multiply_row<V: IntegerLanes>(
     first: usize,
     sums: &mut [[f32; SIDE]],
 ) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        V::compiled(inlined!(|| with_block_codec!(lines.format, Codec => {
-            if Codec::HAS_INTEGER_CODES {
-                for (panel, sums) in (first..).zip(sums) {
-                    multiply_panel::<V, Codec>(groups, &lines.panel(panel), sums);
-                }
-            }
-        })));
-    }
+    with_block_codec!(lines.format, Codec => if Codec::HAS_INTEGER_CODES {
+        // SAFETY: the caller's promise.
+        unsafe {
+            V::compiled(inlined!(|| for (panel, sums) in (first..).zip(sums) {
+                multiply_panel::<V, Codec>(groups, &lines.panel(panel), sums);
+            }));
+        }
+    });
 }
 
 /// Multiplies a row and a panel.

@@ -14,13 +14,15 @@ use super::{
     transpose,
     transpose::{Block, Square},
 };
-use crate::cpu::simd::Float;
+use crate::{CpuLevel, cpu::simd::Float};
 
 /// A vector of [`Lanes::COUNT`] lanes.
 ///
 /// The methods are unsafe because they may be called only if the CPU has the vector's instructions. They are fast
 /// only inside [`Lanes::compiled`].
 pub(in crate::cpu) trait Lanes: Copy {
+    /// The lowest level that has the vector's instructions.
+    const LEVEL: CpuLevel;
     /// Number of lanes of a vector.
     const COUNT: usize;
     /// Runs `work`, and all code inlined into it, compiled for the vector's instructions.
@@ -74,6 +76,7 @@ pub(in crate::cpu) trait Lanes: Copy {
 pub(in crate::cpu) struct Plain([f32; 8]);
 
 impl Lanes for Plain {
+    const LEVEL: CpuLevel = CpuLevel::Portable;
     const COUNT: usize = 8;
 
     #[inline(always)]
@@ -128,7 +131,7 @@ impl Lanes for Plain {
 /// Implements [`Lanes`] by intrinsics.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! vector {
-    ($(#[$doc:meta])* $name:ident($vector:ty), $features:literal, $count:literal, $zero:expr, |$units:ident| $load:expr,
+    ($(#[$doc:meta])* $name:ident($vector:ty), $level:ident, $features:literal, $count:literal, $zero:expr, |$units:ident| $load:expr,
      |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $add:ident, $store:ident,
      $transpose:path, $transpose_into:path $(, $decoding:ident)?) => {
         $(#[$doc])*
@@ -136,6 +139,7 @@ macro_rules! vector {
         pub(in crate::cpu) struct $name($vector);
 
         impl Lanes for $name {
+            const LEVEL: CpuLevel = CpuLevel::$level;
             const COUNT: usize = $count;
 
             #[target_feature(enable = $features)]
@@ -209,7 +213,7 @@ pub(super) use vector;
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Eight f32 lanes of AVX2 with fused multiply-add.
-    F32x8(__m256), "avx2,fma", 8, _mm256_setzero_ps(),
+    F32x8(__m256), Avx2, "avx2,fma", 8, _mm256_setzero_ps(),
     |units| _mm256_loadu_ps(units.cast()),
     |unit| _mm256_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm256_fmadd_ps(x.0, y.0, sums.0),
@@ -220,7 +224,7 @@ vector!(
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Sixteen f32 lanes of AVX-512.
-    F32x16(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 16, _mm512_setzero_ps(),
+    F32x16(__m512), Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 16, _mm512_setzero_ps(),
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm512_fmadd_ps(x.0, y.0, sums.0),
@@ -231,7 +235,7 @@ vector!(
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Sixteen lanes of AVX512-BF16, each summing the products of a pair of bf16. Subnormals count as zero.
-    Bf16Pairs(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma", 16, _mm512_setzero_ps(),
+    Bf16Pairs(__m512), Avx512Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma", 16, _mm512_setzero_ps(),
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_castsi512_ps(_mm512_set1_epi32(unit.cast_signed())),
     |x, y, sums| _mm512_dpbf16_ps(sums.0, bits(x.0), bits(y.0)),

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use bytemuck::Zeroable;
-use lockstep_plan::{DType, with_block_codec};
+use lockstep_plan::DType;
 
 use super::{
     block_lines::{BlockLines, CHUNK, CHUNK_BYTES, decode_line},
@@ -317,16 +317,16 @@ unsafe fn decode_part<V: Lanes, T: Float>(
     }
     // SAFETY: the caller's promise.
     unsafe {
-        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => {
+        V::compiled(inlined!(|| {
             for (line, values) in lines.zip(values.chunks_exact_mut(len)) {
-                decode_line::<Codec, T>(of.part(line, start..start + len), values);
+                decode_line(V::LEVEL, of.format, of.part(line, start..start + len), values);
             }
-        })));
+        }));
     }
 }
 
-/// Decodes the elements of some lines from `start` on, a multiple of [`CHUNK`], to lines of `CHUNK`. A function of its own, so that
-/// the formats are compiled once for each level and not for each product.
+/// Decodes the elements of some lines from `start` on, a multiple of [`CHUNK`], to lines of `CHUNK`. A function of its own, which
+/// is compiled once for each level and not for each product.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
@@ -339,12 +339,12 @@ pub(super) unsafe fn decode<V: Lanes, T: Float>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => {
+        V::compiled(inlined!(|| {
             let mut buffer = [0; CHUNK_BYTES];
             for (index, values) in lines.zip(values.chunks_exact_mut(CHUNK)) {
-                decode_line::<Codec, T>(of.read(index, start, &mut buffer), values);
+                decode_line(V::LEVEL, of.format, of.read(index, start, &mut buffer), values);
             }
-        })));
+        }));
     }
 }
 

@@ -49,30 +49,33 @@ pub(super) unsafe fn pack_codes<V: IntegerLanes>(
     buffer: &mut WordBuffer,
     packed: &mut PackedLines,
 ) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        V::compiled(inlined!(|| with_block_codec!(of.format, Codec => match of.layout {
-            BlockLayout::Rows => {
+    // A function for each format and layout: one for all takes the compiler several times as long.
+    with_block_codec!(of.format, Codec => match of.layout {
+        // SAFETY: the caller's promise, here and below.
+        BlockLayout::Rows => unsafe {
+            V::compiled(inlined!(|| {
                 for start in depth.clone().step_by(CHUNK) {
-                    let chunk = of.chunk(lines.clone(), start);
+                    let chunk = of.rows_chunk(lines.clone(), start);
                     of.fetch_after(&chunk, start);
-                    for block in 0..chunk.elements / Codec::ELEMENTS {
-                        let words = buffer.read::<V::Words, Codec>(&chunk, block);
+                    for block in 0..chunk.bytes / Codec::BYTES {
+                        let words = buffer.transpose::<V::Words, Codec>(&chunk, block);
                         pack_block::<V, Codec>(words, start - depth.start + block * Codec::ELEMENTS, packed);
                     }
                 }
-            }
-            // Each block is decoded where it lies.
-            BlockLayout::Interleaved => {
+            }));
+        },
+        // SAFETY: as above. Each block is decoded where it lies.
+        BlockLayout::Interleaved => unsafe {
+            V::compiled(inlined!(|| {
                 let panel = of.panel(lines.start / SIDE);
                 for block in depth.start / Codec::ELEMENTS..depth.end / Codec::ELEMENTS {
                     panel.fetch_after::<Codec>(block);
                     let words = panel.block::<Codec>(block);
                     pack_block::<V, Codec>(words, block * Codec::ELEMENTS - depth.start, packed);
                 }
-            }
-        })));
-    }
+            }));
+        },
+    });
 }
 
 /// Packs a block whose first element is `element` of the packed lines.

@@ -18,7 +18,8 @@ pub(super) trait WordLanes: Words {
     unsafe fn load_bytes(words: &[u8; 4 * SIDE]) -> Self;
     /// Loads the low halves of words; the high halves are zero.
     unsafe fn load_halves(halves: &[u8; 2 * SIDE]) -> Self;
-    /// Transposes words of lines: word `w` of line `l` goes to lane `l` of `words[w]`. Each line must have them from its address on.
+    /// Transposes words of lines: word `w` of line `l` goes to lane `l` of `words[w]`. Each line must have them from its address on. A
+    /// call, which all formats share.
     unsafe fn transpose(lines: &[*const u8; SIDE], words: &mut [Self]);
     /// Writes the words.
     unsafe fn store(self, target: &mut [u32; SIDE]);
@@ -156,7 +157,7 @@ impl WordLanes for PlainWords {
         Self(loaded)
     }
 
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn transpose(lines: &[*const u8; SIDE], words: &mut [Self]) {
         for (index, words) in words.iter_mut().enumerate() {
             for (word, line) in words.0.iter_mut().zip(lines) {
@@ -422,7 +423,8 @@ words!(
 /// # Safety
 /// As [`WordLanes::transpose`].
 #[cfg(target_arch = "x86_64")]
-#[inline(always)]
+#[inline(never)]
+#[target_feature(enable = "avx2")]
 unsafe fn transpose_words(lines: &[*const u8; SIDE], words: &mut [Words256]) {
     for (index, words) in words.iter_mut().enumerate() {
         let mut of_lines = [0; SIDE];
@@ -435,13 +437,13 @@ unsafe fn transpose_words(lines: &[*const u8; SIDE], words: &mut [Words256]) {
     }
 }
 
-/// Transposes words of lines by AVX-512, 16, 8 or 4 words or one at a time: word `w` of line `l` goes to lane `l` of `words[w]`. Inlined,
-/// since the number of words is a constant of the caller.
+/// Transposes words of lines by AVX-512, 16, 8 or 4 words or one at a time: word `w` of line `l` goes to lane `l` of `words[w]`.
 ///
 /// # Safety
 /// The CPU must have AVX-512, and each line the words from its address on.
 #[cfg(target_arch = "x86_64")]
-#[inline(always)]
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
 unsafe fn transpose_words_avx512(lines: &[*const u8; SIDE], words: &mut [Words512]) {
     let mut done = 0;
     while done < words.len() {

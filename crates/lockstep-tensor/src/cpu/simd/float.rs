@@ -116,7 +116,6 @@ pub(crate) use with_float;
 
 /// Rounds as many numbers as the shorter slice has.
 #[cfg(target_arch = "x86_64")]
-#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
     use std::arch::x86_64::*;
@@ -137,7 +136,6 @@ fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
 
 /// Rounds as many numbers as the shorter slice has.
 #[cfg(target_arch = "aarch64")]
-#[inline]
 #[target_feature(enable = "neon,bf16")]
 fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
     use std::arch::{aarch64::*, asm};

@@ -18,43 +18,29 @@ impl CpuLevel {
         Self::detect().run(work)
     }
 
-    /// Runs `work` compiled for this level. Without an [`Isa`] it has no use for bf16 instructions, so the levels that differ by them
-    /// share its code.
+    /// Runs `work` compiled for this level.
     #[inline(always)]
     pub(crate) fn run<R>(self, work: impl FnOnce() -> R) -> R {
-        let level = match self {
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 | Self::AmxBf16 => Self::Avx512,
-            #[cfg(target_arch = "aarch64")]
-            Self::NeonBf16 => Self::Neon,
-            level => level,
-        };
-        level.run_with_isa(inlined!(|_| work()))
+        self.run_with_isa(inlined!(|_| work()))
     }
 
     /// Runs `work` as [`CpuLevel::run`] does, and passes the level's [`Isa`], for code that multiplies and adds, or
-    /// rounds.
+    /// rounds. Levels that differ by bf16 instructions share its code: rounding calls a function that has them.
     #[inline(always)]
     pub(crate) fn run_with_isa<R>(self, work: impl FnOnce(Isa) -> R) -> R {
-        // One call for each level, so that the fields of `Isa` are constants in each compiled loop.
-        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        macro_rules! run {
-            ($compiled:ident, $isa:expr) => {
-                // SAFETY: the level says that the CPU has these instructions.
-                unsafe { $compiled(inlined!(|| work($isa))) }
-            };
-        }
+        // A call for each set of instructions, so that `fma` is a constant in each compiled loop.
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => run!(avx2, Isa { fma: true, bf16: false }),
+            // SAFETY: the level says that the CPU has these instructions, here and below.
+            Self::Avx2 => unsafe { avx2(inlined!(|| work(Isa { fma: true, bf16: false }))) },
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => run!(avx512, Isa { fma: true, bf16: false }),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 | Self::AmxBf16 => run!(avx512_bf16, Isa { fma: true, bf16: true }),
+            Self::Avx512 | Self::Avx512Bf16 | Self::AmxBf16 => {
+                let bf16 = self != Self::Avx512;
+                // SAFETY: as above.
+                unsafe { avx512(inlined!(|| work(Isa { fma: true, bf16 }))) }
+            }
             #[cfg(target_arch = "aarch64")]
-            Self::Neon => work(Isa { fma: true, bf16: false }),
-            #[cfg(target_arch = "aarch64")]
-            Self::NeonBf16 => run!(neon_bf16, Isa { fma: true, bf16: true }),
+            Self::Neon | Self::NeonBf16 => work(Isa { fma: true, bf16: self == Self::NeonBf16 }),
             _ => work(Isa::PLAIN),
         }
     }
@@ -66,7 +52,7 @@ pub(crate) struct Isa {
     /// True if fused multiply-add is one instruction; otherwise it would be a library call. A constant in inlined
     /// loops.
     pub(super) fma: bool,
-    /// True if one instruction rounds a vector to bf16.
+    /// True if one instruction rounds a vector to bf16. Not a constant.
     pub(super) bf16: bool,
 }
 
@@ -91,27 +77,17 @@ impl Isa {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
-fn avx512_bf16<R>(work: impl FnOnce() -> R) -> R {
-    work()
-}
-
+/// Runs `work`, which must be `#[inline(always)]`, compiled for [`CpuLevel::Avx512`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn avx512<R>(work: impl FnOnce() -> R) -> R {
+pub(crate) fn avx512<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
+/// Runs `work`, which must be `#[inline(always)]`, compiled for [`CpuLevel::Avx2`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-fn avx2<R>(work: impl FnOnce() -> R) -> R {
-    work()
-}
-
-#[cfg(target_arch = "aarch64")]
-#[target_feature(enable = "neon,bf16")]
-fn neon_bf16<R>(work: impl FnOnce() -> R) -> R {
+pub(crate) fn avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 

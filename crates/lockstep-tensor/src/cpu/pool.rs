@@ -229,22 +229,22 @@ impl Pool {
     /// # Panics
     /// If a call panics.
     pub(super) fn run(&self, tasks: usize, run: impl Fn(usize) + Sync) {
-        self.run_stages([tasks, 0, 0], |task| run(task.index));
+        self.run_stages([tasks, 0, 0], &|task| run(task.index));
     }
 
     /// Runs tasks as [`Pool::run`] does, numbered through the stages of the given lengths. All tasks of a stage have been taken by
-    /// threads before any of the next is, so a task may wait for one of an earlier stage.
+    /// threads before any of the next is, so a task may wait for one of an earlier stage. Not
+    /// generic, so that a task's code is compiled once, and not for each way of running it.
     ///
     /// # Panics
     /// If a call panics.
-    pub(super) fn run_stages(&self, tasks: [usize; STAGES], run: impl Fn(Task) + Sync) {
+    pub(super) fn run_stages(&self, tasks: [usize; STAGES], run: &(dyn Fn(Task) + Sync)) {
         let stages = Stages::new(tasks, self.threads().min(Ticket::MOST_THREADS));
         if stages.threads() == 1 || WORKER.get().is_some() {
             let next = |index| Some(index + 1).filter(|next| *next < stages.tasks());
             return (0..stages.tasks()).for_each(|index| run(Task { index, next: next(index) }));
         }
         let _turn = lock(&self.turn);
-        let run: &(dyn Fn(Task) + Sync) = &run;
         // SAFETY: only the lifetime changes. No thread enters a kernel that is closed. This function does not
         // return, nor unwind, before the kernel is closed and all threads that entered it have left.
         let run = unsafe {
@@ -498,7 +498,7 @@ mod tests {
             for kernel in 0..200 {
                 let tasks = [1 + kernel % 7, kernel % 40, kernel % 3];
                 let done = [const { AtomicUsize::new(0) }; STAGES];
-                pool.run_stages(tasks, |task| {
+                pool.run_stages(tasks, &|task| {
                     let later = task.index.checked_sub(tasks[0]);
                     let stage = later.map_or(0, |index| 1 + usize::from(index >= tasks[1]));
                     let before = stage.saturating_sub(1);

@@ -7,8 +7,8 @@ use super::{
     tests::queues,
 };
 use crate::{
-    BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix, EmbeddingKernels, Gemm, GemmKernels,
-    GemmLayout, Queue, Summation, Tensor, View, Write,
+    BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix, CpuLevel, CpuQueue,
+    EmbeddingKernels, Gemm, GemmKernels, GemmLayout, Queue, Summation, Tensor, View, Write,
 };
 
 /// Returns the bytes of a quantized matrix, and its decoded elements.
@@ -26,6 +26,13 @@ fn bits(tensor: &Tensor) -> Vec<u64> {
     values(tensor.view()).into_iter().map(f64::to_bits).collect()
 }
 
+/// Returns the queues that multiply weights of a format. An emulated level multiplies two formats, with and without integer codes: decoded
+/// weights are the same numbers whatever multiplies them, and emulation takes most of the time.
+fn queues_of(format: BlockFormat, threads: usize) -> impl Iterator<Item = CpuQueue> {
+    let is_emulated = matches!(format, BlockFormat::Q4K | BlockFormat::Nf4G64);
+    queues(threads).into_iter().filter(move |queue| is_emulated || queue.level() <= CpuLevel::detect())
+}
+
 const TYPES: [(DType, DType); 4] = [
     (DType::F32, DType::F32),
     (DType::BF16, DType::F32),
@@ -38,7 +45,7 @@ fn compare(format: BlockFormat, [n, k]: [usize; 2], row_counts: &[usize], thread
     let (bytes, decoded) = quantized(format, [n, k], 3);
     let matrix = BlockMatrix::new(format, bytes.view(), [n, k]);
     for (types, mut queue) in
-        TYPES.into_iter().flat_map(|types| queues(threads).into_iter().map(move |queue| (types, queue)))
+        TYPES.into_iter().flat_map(|types| queues_of(format, threads).map(move |queue| (types, queue)))
     {
         queue.set_summation(Summation::ByDepth);
         let b = floats(types.0, [n, k], &decoded);
@@ -74,7 +81,7 @@ fn compare_gradients(format: BlockFormat, [k, n]: [usize; 2], row_counts: &[usiz
     let (bytes, decoded) = quantized(format, [k, n], 3);
     let b = BlockMatrix::new(format, bytes.view(), [k, n]);
     for (types, mut queue) in
-        TYPES.into_iter().flat_map(|types| queues(threads).into_iter().map(move |queue| (types, queue)))
+        TYPES.into_iter().flat_map(|types| queues_of(format, threads).map(move |queue| (types, queue)))
     {
         queue.set_summation(Summation::ByDepth);
         // Only linear layers round their activations.
@@ -137,7 +144,7 @@ fn a_product_with_int8_activations_is_that_of_their_codes_in_any_batch() {
             let (bytes, decoded) = quantized(format, [n, k], 3);
             let matrix = BlockMatrix::new(format, bytes.view(), [n, k]);
             for (types, mut queue) in
-                TYPES.into_iter().flat_map(|types| queues(2).into_iter().map(move |queue| (types, queue)))
+                TYPES.into_iter().flat_map(|types| queues_of(format, 2).map(move |queue| (types, queue)))
             {
                 queue.set_block_activations(BlockActivations::Int8);
                 let random = random_of(types.0, 1, rows * k);
@@ -269,7 +276,7 @@ fn products_with_interleaved_rows_have_the_bits_of_those_with_rows_as_files_stor
         let (bytes, _) = quantized(format, [n, k], 3);
         let matrix = BlockMatrix::new(format, bytes.view(), [n, k]);
         for (types, mut queue) in
-            TYPES.into_iter().flat_map(|types| queues(2).into_iter().map(move |queue| (types, queue)))
+            TYPES.into_iter().flat_map(|types| queues_of(format, 2).map(move |queue| (types, queue)))
         {
             let bytes = interleaved(&queue, matrix);
             let other = BlockMatrix::with_layout(format, BlockLayout::Interleaved, bytes.view(), [n, k]);

@@ -53,7 +53,7 @@ enum Threads<'a> {
 }
 
 impl Threads<'_> {
-    fn run(self, tasks: [usize; STAGES], run: impl Fn(Task) + Sync) {
+    fn run(self, tasks: [usize; STAGES], run: &(dyn Fn(Task) + Sync)) {
         match self {
             Self::Caller => (0..tasks.iter().sum()).for_each(|index| run(Task { index, next: None })),
             Self::Pool(pool) => pool.run_stages(tasks, run),
@@ -255,7 +255,7 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
         let small = chunks.last().and_then(Option::as_ref).map_or(0, Chunk::small_tasks);
         // Packing first, and no barrier after it: a thread that finds no part left to pack waits for the others' last ones.
         // Small tasks last, so that threads end together.
-        threads.run([end.part, end.task - small, small], |Task { index, next }| {
+        threads.run([end.part, end.task - small, small], &|Task { index, next }| {
             let Some(task) = index.checked_sub(end.part) else {
                 let _done = Countdown(&parts_left);
                 let (chunk, part) = at(index, |start| start.part);
@@ -461,7 +461,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
             let partial = has_partial.then(|| context.partial.at(place.0, place.1));
             if let Some(partial) = partial.filter(|_| !last) {
                 let finish = Finish { partial: None, bias, write: earlier };
-                return store(level, size, tile, width, &finish, inlined!(|i| partial.row(i, size.1)));
+                return store(level, size, tile, width, &finish, &|i| partial.row(i, size.1));
             }
             let finish = Finish { partial, bias, write: if first || has_partial { write } else { earlier } };
             match c {
@@ -470,7 +470,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                     let row = inlined!(|i| window.at(0, filters.at(row + i).0));
                     scatter(size, tile, width, &finish, row, filters.lane_stride);
                 }
-                _ => store(level, size, tile, width, &finish, inlined!(|i| c.row(row + i, column, size.1))),
+                _ => store(level, size, tile, width, &finish, &|i| c.row(row + i, column, size.1)),
             }
         }
     }

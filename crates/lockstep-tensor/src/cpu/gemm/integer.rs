@@ -245,8 +245,8 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
             Finish { partial: None, bias: bias.map(|bias| &bias[columns.start..]), write: Write::Overwrite };
         // SAFETY: the caller's promise.
         unsafe {
-            let target = inlined!(|row| c.row(rows.start + row, columns.start, columns.len()));
-            store_rows(level, (rows.len(), columns.len()), sums, width, &finish, target);
+            let target = |row| c.row(rows.start + row, columns.start, columns.len());
+            store_rows(level, (rows.len(), columns.len()), sums, width, &finish, &target);
         }
     }
 }

@@ -79,7 +79,7 @@ impl Lanes for Plain {
     const LEVEL: CpuLevel = CpuLevel::Portable;
     const COUNT: usize = 8;
 
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn compiled<R>(work: impl FnOnce() -> R) -> R {
         work()
     }

@@ -162,13 +162,13 @@ pub(in crate::cpu) unsafe fn store<'t, T: Float, C: Float>(
     tile: &mut Tile,
     tile_columns: usize,
     finish: &Finish<'_, T>,
-    target: impl Fn(usize) -> &'t mut [C],
+    target: &dyn Fn(usize) -> &'t mut [C],
 ) {
     // SAFETY: the caller's promise.
     unsafe { store_rows(level, size, &mut tile.0, tile_columns, finish, target) }
 }
 
-/// Writes sums as [`store`] does.
+/// Writes sums as [`store`] does. `target` is called once for a row, so that all products of the types share the loop.
 ///
 /// # Safety
 /// As [`store`].
@@ -178,7 +178,7 @@ pub(super) unsafe fn store_rows<'t, T: Float, C: Float>(
     sums: &mut [f32],
     width: usize,
     finish: &Finish<'_, T>,
-    target: impl Fn(usize) -> &'t mut [C],
+    target: &dyn Fn(usize) -> &'t mut [C],
 ) {
     level.run_with_isa(inlined!(|isa| {
         for (i, sums) in sums.chunks_exact_mut(width).take(rows).enumerate() {

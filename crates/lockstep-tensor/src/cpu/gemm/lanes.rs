@@ -139,7 +139,7 @@ macro_rules! vector {
         pub(in crate::cpu) struct $name($vector);
 
         impl Lanes for $name {
-            const LEVEL: CpuLevel = CpuLevel::$level;
+            const LEVEL: $crate::CpuLevel = $crate::CpuLevel::$level;
             const COUNT: usize = $count;
 
             #[target_feature(enable = $features)]

@@ -91,10 +91,6 @@ impl LoadedModel {
         options: LoadOptions,
         ranks: Ranks,
     ) -> Result<Self, InferError> {
-        if options.quantize.is_some() && ranks.group().is_some() {
-            let problem = "quantization of weights as they are loaded is for one rank; `lockstep quantize` writes the model for several";
-            return Err(InferError::Plan { problems: vec![problem.to_owned()] });
-        }
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         let kv_cache = kv_cache_type(options.kv_cache, dtype)?;
         // Collectives read what they reduce where it lies.

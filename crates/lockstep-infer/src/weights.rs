@@ -123,10 +123,14 @@ impl ModelWeights {
             }
         }
         let numbers = records.iter().enumerate().filter(|&(id, _)| {
-            stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)))
+            is_read[id] && stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)))
         });
         let formats: Vec<(usize, BlockFormat)> =
             numbers.filter_map(|(id, record)| Some((id, form.quantized_format(record)?))).collect();
+        // Shards that cut blocks are converted, wherever the numbers lie.
+        let is_cut = |&(id, format): &(usize, BlockFormat)| block_ranges(format, &records[id]).is_none();
+        let rounded: HashMap<usize, BlockFormat> = formats.iter().copied().filter(is_cut).collect();
+        rounded.keys().for_each(|&id| stored[id] = None);
         quantize(directory, (records, &formats), form, (&mut stored, &mut copied), (arena, kernels))?;
         let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
@@ -136,7 +140,8 @@ impl ModelWeights {
         let (stored_pieces, mut sources) = (directory.stored_pieces(), Files::default());
         let mut pieces: BTreeMap<usize, Vec<&StoredParameter<'_>>> = BTreeMap::new();
         for piece in &stored_pieces {
-            if let Some(&id) = ids.get(piece.name).filter(|id| is_converted[**id]) {
+            let id = ids.get(piece.name).filter(|id| is_converted[**id] && !rounded.contains_key(*id));
+            if let Some(&id) = id {
                 sources.index(piece.file)?;
                 pieces.entry(id).or_default().push(piece);
             }
@@ -146,7 +151,7 @@ impl ModelWeights {
             let map_of = |piece: &StoredParameter<'_>| sources.map(piece.file);
             is_converted[id] = !cast_pieces(&pieces, &records[id], map_of, store, kernels);
         }
-        convert(directory, records, &is_converted, &converted)?;
+        convert(directory, (records, &rounded), &is_converted, &converted)?;
         let in_files = stored.iter().flatten().filter(|place| matches!(place.source, Source::File { .. }));
         let in_place_bytes = in_files.map(StoredPlace::bytes).sum();
         for (id, record) in records.iter().enumerate() {
@@ -185,7 +190,7 @@ impl ModelWeights {
         let category = MemoryCategory::Parameters;
         let converted =
             StateStore::zeros_of_selected(arena, &parts.records, |id| is_converted[id], dtype, category)?;
-        convert(directory, &parts.records, &is_converted, &converted)?;
+        convert(directory, (&parts.records, &HashMap::new()), &is_converted, &converted)?;
         let (files, mut stored) = Self::map_tables(&parts, resident)?;
         let in_place_bytes = stored.iter().flatten().map(StoredPlace::bytes).sum();
         let mut copied = Vec::new();
@@ -281,6 +286,11 @@ fn local<'v>(record: &ParameterRecord, values: &'v [f32]) -> Cow<'v, [f32]> {
     }
 }
 
+/// Returns the bytes of this rank's shard among the blocks of a whole matrix; `None` if it cuts blocks.
+fn block_ranges(format: BlockFormat, record: &ParameterRecord) -> Option<Vec<Range<usize>>> {
+    byte_ranges(StoredElements::Blocks(format), RowOrder::Same, record)
+}
+
 /// Packs this rank's shard of a matrix into blocks; `None` if they do not fit the parameter.
 fn packed(
     parameter: &PackedParameter<'_>,
@@ -289,7 +299,7 @@ fn packed(
     arena: &Arena,
 ) -> Result<Option<StoredPlace>, InferError> {
     let packed = StoredElements::Blocks(parameter.format);
-    let ranges = byte_ranges(packed, RowOrder::Same, record);
+    let ranges = block_ranges(parameter.format, record);
     let Some(ranges) = ranges.filter(|_| record.shape == parameter.shape) else { return Ok(None) };
     let mut blocks = vec![0; parameter.bytes()];
     parameter.pack(&mut blocks)?;
@@ -320,7 +330,8 @@ fn make_blocks(
     quantize(directory, (&parts.records, &numbers), parts.form(), (stored, copied), memory)
 }
 
-/// Quantizes matrices that are numbers, given with their formats, one at a time.
+/// Quantizes this rank's shards of matrices that are numbers, given with their formats, one matrix at a time: groups are those of the
+/// whole matrix. Leaves out shards that cut blocks.
 fn quantize(
     directory: &ModelDirectory,
     (records, formats): (&[ParameterRecord], &[(usize, BlockFormat)]),
@@ -337,18 +348,21 @@ fn quantize(
         |name| formats.contains_key(name),
         |name, values| -> Result<(), InferError> {
             let (id, format) = formats[name];
+            let Some(ranges) = block_ranges(format, &records[id]) else { return Ok(()) };
             let blocks = encode_blocks(format, values);
-            let place = copy(&[&blocks], (StoredElements::Blocks(format), &records[id]), copied, memory.0)?;
+            let pieces: Vec<&[u8]> = ranges.into_iter().map(|range| &blocks[range]).collect();
+            let place = copy(&pieces, (StoredElements::Blocks(format), &records[id]), copied, memory.0)?;
             stored[id] = Some(place.arranged(form, None, copied, memory)?);
             Ok(())
         },
     )
 }
 
-/// Reads this rank's shards of parameters into `store`: those that `is_converted` is true for.
+/// Reads this rank's shards of parameters into `store`: those that `is_converted` is true for. Those of `rounded` are the values of
+/// quantized matrices.
 fn convert(
     directory: &ModelDirectory,
-    records: &[ParameterRecord],
+    (records, rounded): (&[ParameterRecord], &HashMap<usize, BlockFormat>),
     is_converted: &[bool],
     store: &StateStore,
 ) -> Result<(), InferError> {
@@ -359,7 +373,16 @@ fn convert(
         directory.for_each_selected(
             |name| ids.contains_key(name),
             |name, values| -> Result<(), CheckpointError> {
-                write(store.view(ids[name]), &local(&records[ids[name].0], values));
+                let id = ids[name];
+                let values = match rounded.get(&id.0) {
+                    Some(&format) => {
+                        let mut decoded = vec![0.0; values.len()];
+                        format.dequantize(&encode_blocks(format, values), &mut decoded);
+                        Cow::Owned(decoded)
+                    }
+                    None => Cow::Borrowed(values),
+                };
+                write(store.view(id), &local(&records[id.0], &values));
                 Ok(())
             },
         )?;

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use lockstep_checkpoint::{DType, ModelDirectory, gguf::StoredElements};
+use lockstep_checkpoint::{DType, ModelDirectory, WeightQuantization, WeightType, gguf::StoredElements};
 use lockstep_comm::{World, WorldOptions};
 use lockstep_data::{
     Dataset, FindDocuments, Format, OpenOptions, Packing, SampleOrder, Silent, Tail, TextOptions, Tokenizer,
@@ -78,6 +78,16 @@ fn on_ranks<T: Send>(
     dtype: Option<DType>,
     find: impl Fn(&LoadedModel) -> T + Sync,
 ) -> Vec<T> {
+    on_ranks_with(directory, plan, LoadOptions { dtype, ..LoadOptions::new(1) }, find)
+}
+
+/// Returns what each rank of a plan finds in a model that is loaded with options.
+fn on_ranks_with<T: Send>(
+    directory: &Path,
+    plan: &CheckedPlan,
+    options: LoadOptions,
+    find: impl Fn(&LoadedModel) -> T + Sync,
+) -> Vec<T> {
     let groups = World::in_process(plan.mesh().world_size(), WorldOptions::default()).unwrap();
     let find = &find;
     thread::scope(|scope| {
@@ -88,7 +98,6 @@ fn on_ranks<T: Send>(
                     let of_rank = plan.rank(group.rank());
                     let groups = Groups::new(group, of_rank, Duration::from_secs(60)).unwrap();
                     let directory = ModelDirectory::open(directory).unwrap();
-                    let options = LoadOptions { dtype, ..LoadOptions::new(1) };
                     find(&LoadedModel::load_on(&directory, options, Ranks::new(groups)).unwrap())
                 })
             })
@@ -99,11 +108,15 @@ fn on_ranks<T: Send>(
 
 /// Asserts that all ranks of a plan find what one rank finds; their logits may differ by `tolerance` of the largest one.
 fn assert_ranks_agree(directory: &Path, plan: &Plan, tolerance: f32) {
-    let options = LoadOptions::new(1).with_dtype(DType::F32);
+    assert_ranks_agree_with(directory, plan, LoadOptions::new(1).with_dtype(DType::F32), tolerance);
+}
+
+/// Asserts as [`assert_ranks_agree`] does, of a model that is loaded with options.
+fn assert_ranks_agree_with(directory: &Path, plan: &Plan, options: LoadOptions, tolerance: f32) {
     let one = LoadedModel::load(&ModelDirectory::open(directory).unwrap(), options).unwrap();
     let plan = check_plan(one.config(), plan, PlannedWork::Generation).unwrap();
     let expected = found_by(&one);
-    let found = on_ranks(directory, &plan, options.dtype, found_by);
+    let found = on_ranks_with(directory, &plan, options, found_by);
     let what = format!("{} on {:?}", directory.display(), plan.plan().mesh);
     for (rank, found_by_rank) in found.iter().enumerate() {
         assert_eq!(found_by_rank.tokens, expected.tokens, "{what}: tokens of rank {rank}");
@@ -219,6 +232,33 @@ fn quantized_weights_are_sharded() {
                 let most = if format == BlockFormat::Q8_0 { whole * 6 / 10 } else { whole };
                 assert!(held < most, "{model_type}-{format}: {held} of {whole} bytes");
             }
+        }
+    }
+}
+
+/// Groups are those of the whole matrix, also where a shard's columns cut them: of 192, a rank has one and a half of 64. Activations are not
+/// rounded, so that the order of sums alone differs.
+#[test]
+fn weights_are_quantized_at_load_as_one_rank_quantizes_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let tensor = Degrees { tensor: 2, ..Degrees::default() };
+    for (model_type, intermediate_size, to, meshes) in [
+        ("llama", 192, WeightType::Int4, vec![tensor, Degrees { pipeline: 2, ..tensor }]),
+        ("qwen3", 512, WeightType::Int8, vec![tensor]),
+        ("llama", 512, WeightType::Nf4, vec![Degrees { pipeline: 2, ..Degrees::default() }]),
+        ("mixtral", 512, WeightType::Int4, vec![tensor, Degrees { expert: 2, ..tensor }]),
+    ] {
+        let hf = dir.path().join(format!("{model_type}-{intermediate_size}"));
+        let mut config = config(model_type);
+        config["intermediate_size"] = intermediate_size.into();
+        if model_type == "mixtral" {
+            (config["num_local_experts"], config["num_experts_per_tok"]) = (4.into(), 2.into());
+        }
+        random_model(&hf, &config);
+        let quantize = Some(WeightQuantization { to, group_size: None });
+        let options = LoadOptions { quantize, ..LoadOptions::new(1).with_dtype(DType::F32) };
+        for mesh in meshes {
+            assert_ranks_agree_with(&hf, &Plan { mesh, ..Plan::default() }, options, EXACT);
         }
     }
 }

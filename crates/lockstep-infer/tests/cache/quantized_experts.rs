@@ -169,6 +169,27 @@ fn mxfp4_experts_stay_quantized_and_have_the_logits_of_their_decoded_weights() {
 }
 
 #[test]
+fn experts_of_a_quantized_directory_stay_quantized_but_for_those_of_bitsandbytes() {
+    let dir = tempfile::tempdir().unwrap();
+    random_model(&dir.path().join("numbers"), &mixtral());
+    let numbers = ModelDirectory::open(&dir.path().join("numbers")).unwrap();
+    for (to, packed, stacks) in
+        [(WeightType::Int8, 32, 6), (WeightType::Int4, 32, 6), (WeightType::Nf4, 8, 0)]
+    {
+        let out = dir.path().join(format!("{to:?}"));
+        let done = numbers.quantize(WeightQuantization { to, group_size: None }, &out).unwrap();
+        assert_eq!((done.matrices, done.kept), (packed, Vec::new()), "{to:?}: 4 of attention, 12 of experts");
+        let written = ModelDirectory::open(&out).unwrap();
+        if stacks > 0 {
+            compare_with_decoded(&written, stacks, &out);
+        } else {
+            let shapes = written.packed_parameters().into_iter().map(|packed| packed.shape);
+            assert_eq!(shapes.filter(|shape| shape.len() == 3).count(), 0, "{to:?}");
+        }
+    }
+}
+
+#[test]
 fn quantized_experts_on_disk_change_no_bit_of_the_logits() {
     let dir = tempfile::tempdir().unwrap();
     let packed = packed_experts(dir.path());

@@ -304,6 +304,7 @@ fn file_type(stored: StoredElements) -> u32 {
         StoredElements::Blocks(BlockFormat::Q4K) => 14,
         StoredElements::Blocks(BlockFormat::Q5K) => 16,
         StoredElements::Blocks(BlockFormat::Q6K) => 18,
+        StoredElements::Blocks(BlockFormat::Mxfp4) => 38,
         StoredElements::Dense(_) | StoredElements::Blocks(_) => 0,
     }
 }

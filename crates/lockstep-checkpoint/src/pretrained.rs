@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use lockstep_model::{Adapter, HfImport, HfMapping, LoraConfig, ModelConfig};
+use lockstep_model::{Adapter, HfImport, HfMapping, HfPlace, LoraConfig, ModelConfig};
 use lockstep_plan::{BlockFormat, DType};
 use rayon::prelude::*;
 use serde::Deserialize;
@@ -477,9 +477,22 @@ impl ModelDirectory {
         part: Range<usize>,
         values: &mut Vec<f32>,
     ) -> Result<(), CheckpointError> {
-        if let Weights::Checkpoint(checkpoint) = &self.weights {
-            values.resize(part.len(), 0.0);
-            return checkpoint.read(name, &TensorKind::Parameter, part.start, values);
+        match &self.weights {
+            Weights::Checkpoint(checkpoint) => {
+                values.resize(part.len(), 0.0);
+                return checkpoint.read(name, &TensorKind::Parameter, part.start, values);
+            }
+            // An expert of a stack, which has a tensor of its own.
+            Weights::Files { files, import } => {
+                let is_part = |place: &&HfPlace| place.parameter == name && place.part() == part;
+                if let Some(place) = import.places.iter().find(is_part) {
+                    let mut stored = vec![0.0; place.tensor_shape.iter().product()];
+                    files.read_f32(&place.tensor, &mut stored)?;
+                    values.resize(part.len(), 0.0);
+                    return Ok(place.read(&stored, values)?);
+                }
+            }
+            Weights::Tuned { .. } => {}
         }
         self.read(name, values)?;
         values.truncate(part.end);

@@ -1,8 +1,9 @@
 //! Quantization of a model's weights to a directory that `transformers` loads.
 //!
 //! The matrices of linear layers in blocks are quantized; embeddings, the head, routers and norms keep their type, as they do in
-//! transformers. A directory is in the form of compressed-tensors (`pack-quantized`) or of bitsandbytes
-//! (NF4). Each tensor is read, quantized and written before the next one, so no more than one is in memory.
+//! transformers. A directory is in the form of compressed-tensors (`pack-quantized`) or of bitsandbytes (NF4), of which transformers
+//! loads no experts, which keep their type. Each tensor is read, quantized and written before the next one, so no more than one is in
+//! memory.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -70,16 +71,14 @@ impl ModelDirectory {
         let mapping = HfMapping::new(&self.config);
         let shapes: BTreeMap<String, Vec<usize>> =
             parameter_records(&self.config).into_iter().map(|record| (record.name, record.shape)).collect();
+        let packs_experts = quantization.to != WeightType::Nf4;
         let is_linear = |tensor: &&HfTensor| match &tensor.content {
-            HfContent::Parameters(places) => {
-                tensor.shape.len() == 2
-                    && places.iter().all(|place| {
-                        matches!(place.transform, HfTransform::Same | HfTransform::Rows { .. })
-                            && shapes
-                                .get(&place.parameter)
-                                .is_some_and(|shape| is_quantizable(&place.parameter, shape))
-                    })
-            }
+            HfContent::Parameters(places) => places.iter().all(|place| {
+                let is_stack = shapes.get(&place.parameter).is_none_or(|shape| shape.len() != 2);
+                matches!(place.transform, HfTransform::Same | HfTransform::Rows { .. })
+                    && is_quantizable(&place.parameter, &tensor.shape)
+                    && (packs_experts || !is_stack)
+            }),
             HfContent::Zeros => false,
         };
         let linear: Vec<&HfTensor> = mapping.tensors().iter().filter(is_linear).collect();

@@ -81,7 +81,8 @@ impl TensorFiles {
         }
     }
 
-    /// Returns the parameters that can be repacked into blocks: a whole tensor, some of its rows, or a tensor for each expert.
+    /// Returns the parameters that can be repacked into blocks: a whole tensor, some of its rows, a tensor for each expert, or a stack of
+    /// transposed experts.
     pub(crate) fn packed_parameters<'a>(&'a self, import: &'a HfImport) -> Vec<PackedParameter<'a>> {
         let Self::Quantized(files) = self else { return Vec::new() };
         let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
@@ -101,6 +102,10 @@ impl TensorFiles {
             };
             let rows = match &place.transform {
                 _ if place.is_whole() => None,
+                &HfTransform::StackedColumns { first, step, .. } => {
+                    let packed = files.packed_columns(&place.tensor, (first, step))?;
+                    return Some(PackedParameter { name: &place.parameter, ..packed });
+                }
                 HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => Some(rows.clone()),
                 _ => return None,
             };

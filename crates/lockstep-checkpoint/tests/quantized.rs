@@ -9,8 +9,8 @@ use std::{
 
 use half::{bf16, f16};
 use lockstep_checkpoint::{
-    CheckpointError, DType, ModelDirectory, QuantizationSummary, WeightQuantization, WeightType,
-    safetensors::SafetensorsFile,
+    CheckpointError, DType, ModelDirectory, PackedParameter, QuantizationSummary, WeightQuantization,
+    WeightType, safetensors::SafetensorsFile,
 };
 use lockstep_model::{HfContent, HfMapping};
 use lockstep_plan::BlockFormat;
@@ -33,8 +33,8 @@ const FIXTURES: [(&str, DType, Option<BlockFormat>); 18] = [
     ("nf4", DType::BF16, Some(BlockFormat::Nf4G64)),
     ("nf4_nested", DType::BF16, Some(BlockFormat::Nf4G64)),
     ("fp4", DType::F16, None),
-    ("mxfp4", DType::BF16, None),
-    ("mxfp4_experts", DType::BF16, None),
+    ("mxfp4", DType::BF16, Some(BlockFormat::Mxfp4)),
+    ("mxfp4_experts", DType::BF16, Some(BlockFormat::Mxfp4)),
 ];
 
 fn fixture(name: &str) -> PathBuf {
@@ -103,11 +103,13 @@ fn repacked_blocks_have_the_values_of_the_packed_tensors() {
         let matrices = match format {
             None => 0,
             Some(BlockFormat::Fp8G128) => 1,
+            // Stacks of gates, linear halves and the layers after them.
+            Some(_) if name == "mxfp4_experts" => 3,
             Some(_) => 7,
         };
         assert_eq!(packed.len(), matrices, "{name}");
         for parameter in packed {
-            let [rows, columns] = parameter.shape[..] else { panic!("{name}: {:?}", parameter.shape) };
+            let [.., columns] = parameter.shape[..] else { panic!("{name}: {:?}", parameter.shape) };
             let long = match format {
                 Some(BlockFormat::Int8G32) if columns == 128 => Some(BlockFormat::Int8G128),
                 other => other,
@@ -115,7 +117,7 @@ fn repacked_blocks_have_the_values_of_the_packed_tensors() {
             assert_eq!(Some(parameter.format), long, "{name} {}", parameter.name);
             let mut blocks = vec![0; parameter.bytes()];
             parameter.pack(&mut blocks).unwrap();
-            let mut values = vec![0.0; rows * columns];
+            let mut values = vec![0.0; parameter.shape.iter().product()];
             parameter.format.dequantize(&blocks, &mut values);
             let expected = &expected[parameter.name];
             if name == "llm_int8" {
@@ -292,6 +294,28 @@ fn a_file_that_ends_early_and_numbers_that_are_none_are_refused() {
         fs::write(&path, bytes).unwrap();
     });
     assert!(error.is_corrupt() && error.to_string().contains("row 3 of `weight` has a NaN"), "{error}");
+    let scale_of_255 = |dir: &Path| {
+        let path = dir.join("model.safetensors");
+        let file = SafetensorsFile::open(&path).unwrap();
+        let scales = "model.layers.0.mlp.experts.gate_up_proj_scales";
+        let offset = file.header().tensor(scales).unwrap().offset;
+        let mut bytes = fs::read(&path).unwrap();
+        bytes[offset + 5] = 0xff;
+        fs::write(path, bytes).unwrap();
+    };
+    let error = refused("mxfp4_experts", scale_of_255);
+    assert!(error.is_corrupt() && error.to_string().contains("a scale is 255"), "{error}");
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(fixture("mxfp4_experts").join(file), dir.path().join(file)).unwrap();
+    }
+    scale_of_255(dir.path());
+    let model = ModelDirectory::open(dir.path()).unwrap();
+    let pack = |parameter: &PackedParameter<'_>| parameter.pack(&mut vec![0; parameter.bytes()]);
+    // The fifth of the stored rows is a linear half.
+    let damaged = model.packed_parameters().into_iter().filter(|parameter| pack(parameter).is_err());
+    let damaged: Vec<&str> = damaged.map(|parameter| parameter.name).collect();
+    assert_eq!(damaged, ["model.layers.0.mlp.experts.up_proj.weight"]);
     let error = refused("gptq", |dir| {
         let path = dir.join("model.safetensors");
         let file = SafetensorsFile::open(&path).unwrap();

@@ -102,6 +102,7 @@ pub(crate) enum GgufType {
     Q5K,
     #[value(name = "q6_k")]
     Q6K,
+    Mxfp4,
     F32,
     Bf16,
     F16,
@@ -116,6 +117,7 @@ impl From<GgufType> for StoredElements {
             GgufType::Q4K => Self::Blocks(BlockFormat::Q4K),
             GgufType::Q5K => Self::Blocks(BlockFormat::Q5K),
             GgufType::Q6K => Self::Blocks(BlockFormat::Q6K),
+            GgufType::Mxfp4 => Self::Blocks(BlockFormat::Mxfp4),
             GgufType::F32 => Self::Dense(DType::F32),
             GgufType::Bf16 => Self::Dense(DType::BF16),
             GgufType::F16 => Self::Dense(DType::F16),

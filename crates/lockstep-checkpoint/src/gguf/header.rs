@@ -37,7 +37,7 @@ pub enum StoredElements {
 
 impl StoredElements {
     /// Numbers of the types in files.
-    const IN_FILES: [(u32, Self); 9] = [
+    const IN_FILES: [(u32, Self); 10] = [
         (0, Self::Dense(DType::F32)),
         (1, Self::Dense(DType::F16)),
         (2, Self::Blocks(BlockFormat::Q4_0)),
@@ -47,6 +47,7 @@ impl StoredElements {
         (13, Self::Blocks(BlockFormat::Q5K)),
         (14, Self::Blocks(BlockFormat::Q6K)),
         (30, Self::Dense(DType::BF16)),
+        (39, Self::Blocks(BlockFormat::Mxfp4)),
     ];
 
     /// Returns the number of this type in files; `None` for integers, which no weight is.

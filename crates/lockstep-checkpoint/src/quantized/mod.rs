@@ -65,9 +65,19 @@ pub struct PackedParameter<'a> {
     pub format: BlockFormat,
     /// Shape; the last dimension is the columns of a row.
     pub shape: Vec<usize>,
-    /// Tensors that follow each other in the parameter, and the rows of each.
-    pub(crate) tensors: Vec<(&'a str, Range<usize>)>,
+    /// Rows of tensors that follow each other in the parameter.
+    pub(crate) rows: Vec<PackedRows<'a>>,
     pub(crate) files: &'a QuantizedFiles,
+}
+
+/// Rows of the matrices in a packed tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct PackedRows<'a> {
+    tensor: &'a str,
+    first: usize,
+    /// Distance between rows.
+    step: usize,
+    count: usize,
 }
 
 impl PackedParameter<'_> {
@@ -79,39 +89,38 @@ impl PackedParameter<'_> {
     /// Writes the blocks.
     ///
     /// # Errors
-    /// If an 8-bit float is NaN.
+    /// If a float of 8 bits or a scale of MXFP4 is NaN.
     ///
     /// # Panics
     /// If `blocks` has another size than [`PackedParameter::bytes`].
     pub fn pack(&self, blocks: &mut [u8]) -> Result<(), CheckpointError> {
         assert_eq!(blocks.len(), self.bytes(), "bytes of the blocks of {}", self.name);
-        let rows = self.tensors.iter().map(|(_, rows)| rows.len()).sum::<usize>();
+        let rows = self.rows.iter().map(|rows| rows.count).sum::<usize>();
         let row_bytes = self.bytes() / rows.max(1);
         let mut rest = blocks;
-        for (tensor, rows) in &self.tensors {
-            let (blocks, after) = rest.split_at_mut(rows.len() * row_bytes);
-            self.pack_tensor(tensor, rows.start, row_bytes, blocks)?;
+        for rows in &self.rows {
+            let (blocks, after) = rest.split_at_mut(rows.count * row_bytes);
+            self.pack_rows(rows, row_bytes, blocks)?;
             rest = after;
         }
         Ok(())
     }
 
-    /// Writes the blocks of rows of a tensor, from row `first` on.
-    fn pack_tensor(
+    fn pack_rows(
         &self,
-        tensor: &str,
-        first: usize,
+        &PackedRows { tensor, first, step, .. }: &PackedRows<'_>,
         row_bytes: usize,
         blocks: &mut [u8],
     ) -> Result<(), CheckpointError> {
         let reader = self.files.reader(tensor)?;
         let packed = blocks.par_chunks_mut((row_bytes * TASK_ROWS).max(1)).enumerate().try_for_each(
             |(task, blocks)| {
-                let first = first + task * TASK_ROWS;
-                let rows = first..first + blocks.len() / row_bytes;
-                reader.check(rows.clone())?;
-                reader.pack(self.format, rows, blocks);
-                Ok(())
+                let (first, count) = (first + task * TASK_ROWS * step, blocks.len() / row_bytes);
+                if step == 1 {
+                    return reader.pack(self.format, first..first + count, blocks);
+                }
+                let mut rows = (first..).step_by(step).zip(blocks.chunks_exact_mut(row_bytes));
+                rows.try_for_each(|(row, blocks)| reader.pack(self.format, row..row + 1, blocks))
             },
         );
         packed.map_err(|reason| self.files.damaged(tensor, reason))
@@ -235,7 +244,30 @@ impl QuantizedFiles {
         };
         let rows = rows.unwrap_or(0..all_rows);
         let shape = vec![rows.len(), columns];
-        Some(PackedParameter { name: tensor, format, shape, tensors: vec![(tensor, rows)], files: self })
+        let rows = vec![PackedRows { tensor, first: rows.start, step: 1, count: rows.len() }];
+        Some(PackedParameter { name: tensor, format, shape, rows, files: self })
+    }
+
+    /// Returns every `step`-th column from `first` on of the matrices in a stack, transposed, as a parameter to repack: they are rows as
+    /// they are stored. `None` if the tensor is no packed stack.
+    pub(crate) fn packed_columns(
+        &self,
+        tensor: &str,
+        (first, step): (usize, usize),
+    ) -> Option<PackedParameter<'_>> {
+        let (tensor, packed) = self.packed.get_key_value(tensor)?;
+        let (format, &[experts, inputs, columns]) = (packed.format.ok()?, packed.shape.as_slice()) else {
+            return None;
+        };
+        let outputs = (first < step && columns.is_multiple_of(step)).then_some(columns / step)?;
+        let rows = vec![PackedRows { tensor, first, step, count: experts * outputs }];
+        Some(PackedParameter {
+            name: tensor,
+            format,
+            shape: vec![experts, outputs, inputs],
+            rows,
+            files: self,
+        })
     }
 
     /// Returns a stack of tensors as a parameter to repack; `None` if they are not packed, differ in shape or format, or no blocks have
@@ -249,9 +281,9 @@ impl QuantizedFiles {
         let matrix = stack.shape.clone();
         for tensor in tensors {
             let tensor = tensor.filter(|tensor| (tensor.format, &tensor.shape) == (stack.format, &matrix))?;
-            stack.tensors.extend(tensor.tensors);
+            stack.rows.extend(tensor.rows);
         }
-        stack.shape.insert(0, stack.tensors.len());
+        stack.shape.insert(0, stack.rows.len());
         Some(stack)
     }
 
@@ -272,9 +304,7 @@ impl QuantizedFiles {
         let read = out.par_chunks_mut(columns * TASK_ROWS).enumerate().try_for_each(|(task, out)| {
             let first = task * TASK_ROWS;
             let rows = first..first + out.len() / columns;
-            reader.check(rows.clone())?;
-            reader.decode(rows, out);
-            Ok(())
+            reader.decode(rows, out)
         });
         read.map_err(|reason| self.damaged(name, reason))
     }

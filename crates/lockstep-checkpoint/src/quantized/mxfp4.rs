@@ -4,11 +4,12 @@
 //! weight[o][i] = 2^(scale[o][i / 32] - 127) · number[o][i]        the even input is in the low half of a byte
 //! ```
 //!
-//! gpt-oss stores stacks of experts in this form; their matrices are the transposed ones.
+//! gpt-oss stores stacks of experts in this form; the tensors that they stand for have the transposed matrices.
 
 use std::ops::Range;
 
 use ::safetensors::Dtype;
+use lockstep_plan::block_format::{BlockCodec, Mxfp4Codec};
 
 use super::{fp8::power_of_two, parts::Part};
 use crate::hf::HfCheckpoint;
@@ -17,7 +18,11 @@ use crate::hf::HfCheckpoint;
 const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 /// Elements that share a scale.
-const BLOCK: usize = 32;
+const BLOCK: usize = Mxfp4Codec::ELEMENTS;
+/// Bytes of the codes of a block.
+const CODE_BYTES: usize = BLOCK / 2;
+/// Scale that is no number.
+const NAN: u8 = 0xff;
 
 /// A stack of matrices `[outputs, inputs]`.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +49,7 @@ impl<'a> Mxfp4Matrices<'a> {
                 codes.name, codes.tensor.shape
             ));
         };
-        if bytes != BLOCK / 2 || experts * outputs * blocks == 0 {
+        if bytes != CODE_BYTES || experts * outputs * blocks == 0 {
             return Err(format!(
                 "`{}` has the shape {:?}; blocks have 16 bytes",
                 codes.name, codes.tensor.shape
@@ -89,21 +94,53 @@ impl<'a> Mxfp4Matrices<'a> {
     }
 
     /// Decodes some rows of the decoded tensor to `values`, in f32.
-    pub(super) fn decode(&self, rows: Range<usize>, values: &mut [f32]) {
-        if self.experts.is_none() {
-            for (output, values) in rows.zip(values.chunks_exact_mut(self.inputs)) {
-                for (input, value) in values.iter_mut().enumerate() {
-                    *value = self.value(output, input);
+    ///
+    /// # Errors
+    /// If a scale is NaN.
+    pub(super) fn decode(&self, rows: Range<usize>, values: &mut [f32]) -> Result<(), String> {
+        match self.experts {
+            None => {
+                for (output, values) in rows.zip(values.chunks_exact_mut(self.inputs)) {
+                    for (input, value) in values.iter_mut().enumerate() {
+                        *value = self.value(output, input);
+                    }
                 }
             }
-            return;
-        }
-        // Neighbouring rows share bytes, so the outputs are the outer loop.
-        for output in 0..self.outputs {
-            for (index, row) in rows.clone().enumerate() {
-                let (expert, input) = (row / self.inputs, row % self.inputs);
-                values[index * self.outputs + output] = self.value(expert * self.outputs + output, input);
+            // Neighbouring rows share bytes, so the outputs are the outer loop.
+            Some(_) => {
+                for output in 0..self.outputs {
+                    for (index, row) in rows.clone().enumerate() {
+                        let (expert, input) = (row / self.inputs, row % self.inputs);
+                        values[index * self.outputs + output] =
+                            self.value(expert * self.outputs + output, input);
+                    }
+                }
             }
         }
+        if values.iter().any(|value| value.is_nan()) { Err(no_number()) } else { Ok(()) }
     }
+
+    /// Writes some rows of the stored matrices, those of all experts in order, as blocks of
+    /// [`BlockFormat::Mxfp4`](lockstep_plan::BlockFormat::Mxfp4).
+    ///
+    /// # Errors
+    /// If a scale is NaN.
+    pub(super) fn pack(&self, rows: Range<usize>, blocks: &mut [u8]) -> Result<(), String> {
+        let per_row = self.inputs / BLOCK;
+        let of_rows = rows.start * per_row..rows.end * per_row;
+        let scales = &self.scales[of_rows.clone()];
+        if scales.contains(&NAN) {
+            return Err(no_number());
+        }
+        let codes = self.codes[of_rows.start * CODE_BYTES..of_rows.end * CODE_BYTES].chunks_exact(CODE_BYTES);
+        let blocks = blocks.chunks_exact_mut(Mxfp4Codec::BYTES);
+        for ((&scale, pairs), block) in scales.iter().zip(codes).zip(blocks) {
+            Mxfp4Codec::pack(scale, pairs, block);
+        }
+        Ok(())
+    }
+}
+
+fn no_number() -> String {
+    format!("a scale is {NAN}, which is no number")
 }

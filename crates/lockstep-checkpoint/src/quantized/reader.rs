@@ -160,41 +160,54 @@ impl<'a> PackedReader<'a> {
             Self::Integers(matrix) => matrix.format(),
             Self::Fp8(matrix) => matrix.format(),
             Self::Codebook(matrix) => matrix.format(),
-            Self::Mxfp4(_) => Err("MXFP4 has no blocks that kernels read"),
-        }
-    }
-
-    /// Checks the numbers of some rows.
-    ///
-    /// # Errors
-    /// If one is NaN.
-    pub(super) fn check(&self, rows: Range<usize>) -> Result<(), String> {
-        match self {
-            Self::Fp8(matrix) => match matrix.row_of_nan(rows) {
-                Some(row) => Err(format!("row {row} of `weight` has a NaN")),
-                None => Ok(()),
-            },
-            Self::Integers(_) | Self::Codebook(_) | Self::Mxfp4(_) => Ok(()),
+            Self::Mxfp4(_) => Ok(BlockFormat::Mxfp4),
         }
     }
 
     /// Decodes some rows of the last dimension to `values`, in f32.
-    pub(super) fn decode(&self, rows: Range<usize>, values: &mut [f32]) {
+    ///
+    /// # Errors
+    /// If a number is NaN.
+    pub(super) fn decode(&self, rows: Range<usize>, values: &mut [f32]) -> Result<(), String> {
         match self {
             Self::Integers(matrix) => matrix.decode(rows, values),
-            Self::Fp8(matrix) => matrix.decode(rows, values),
+            Self::Fp8(matrix) => {
+                require_numbers(matrix, rows.clone())?;
+                matrix.decode(rows, values);
+            }
             Self::Codebook(matrix) => matrix.decode(rows, values),
-            Self::Mxfp4(matrices) => matrices.decode(rows, values),
+            Self::Mxfp4(matrices) => matrices.decode(rows, values)?,
         }
+        Ok(())
     }
 
-    /// Writes some rows as blocks of [`PackedReader::format`].
-    pub(super) fn pack(&self, format: BlockFormat, rows: Range<usize>, blocks: &mut [u8]) {
+    /// Writes some rows of the stored matrices as blocks of [`PackedReader::format`].
+    ///
+    /// # Errors
+    /// If a number is NaN.
+    pub(super) fn pack(
+        &self,
+        format: BlockFormat,
+        rows: Range<usize>,
+        blocks: &mut [u8],
+    ) -> Result<(), String> {
         match self {
             Self::Integers(matrix) => matrix.pack(format, rows, blocks),
-            Self::Fp8(matrix) => matrix.pack(rows, blocks),
+            Self::Fp8(matrix) => {
+                require_numbers(matrix, rows.clone())?;
+                matrix.pack(rows, blocks);
+            }
             Self::Codebook(matrix) => matrix.pack(rows, blocks),
-            Self::Mxfp4(_) => unreachable!("`format` returns none"),
+            Self::Mxfp4(matrices) => matrices.pack(rows, blocks)?,
         }
+        Ok(())
+    }
+}
+
+/// Checks that no number in some rows is NaN.
+fn require_numbers(matrix: &Fp8Matrix<'_>, rows: Range<usize>) -> Result<(), String> {
+    match matrix.row_of_nan(rows) {
+        Some(row) => Err(format!("row {row} of `weight` has a NaN")),
+        None => Ok(()),
     }
 }

@@ -18,8 +18,8 @@ const PACKED: [(&str, bool); 12] = [
     ("fp8_channels", true),
     ("nf4_nested", true),
     ("fp4", false),
-    ("mxfp4", false),
-    ("mxfp4_experts", false),
+    ("mxfp4", true),
+    ("mxfp4_experts", true),
 ];
 
 fn ids() -> Vec<u32> {

@@ -41,6 +41,8 @@ pub trait Words: Copy {
     fn floats(self) -> Self::Floats;
     /// Returns the number of a table that the low four bits of each word name.
     fn lookup(self, table: &[f32; 16]) -> Self::Floats;
+    /// Returns the bytes of a table that the bytes of each word name, which are 0 to 15.
+    fn lookup_bytes(self, table: &[u8; 16]) -> Self;
     /// Returns the f16 in the low half of each word.
     fn halves(self) -> Self::Floats;
     /// Multiplies numbers.
@@ -107,6 +109,11 @@ impl Words for u32 {
     #[inline(always)]
     fn lookup(self, table: &[f32; 16]) -> f32 {
         table[(self & 15) as usize]
+    }
+
+    #[inline(always)]
+    fn lookup_bytes(self, table: &[u8; 16]) -> Self {
+        u32::from_le_bytes(self.to_le_bytes().map(|byte| table[usize::from(byte & 15)]))
     }
 
     #[inline(always)]

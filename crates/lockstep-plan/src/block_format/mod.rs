@@ -9,6 +9,7 @@ mod decode;
 mod encode;
 mod groups;
 mod half;
+mod mxfp4;
 
 pub use decode::{
     BlockCodec, BlockSource, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec,
@@ -16,6 +17,7 @@ pub use decode::{
 };
 pub use groups::{Fp8Codec, Int4Codec, Int8Codec, NF4, Nf4Codec, fp8_value, int4_group, int8_group};
 pub use half::widen;
+pub use mxfp4::Mxfp4Codec;
 
 use crate::named_enum::named_enum;
 
@@ -49,6 +51,8 @@ named_enum! {
         Fp8G128 = "fp8_g128",
         /// 64 codes of 4 bits for quantiles of the normal distribution, and an f32 scale: 4.5 bits per weight.
         Nf4G64 = "nf4_g64",
+        /// 32 floats of 4 bits (E2M1) and a power of two: 4.25 bits per weight.
+        Mxfp4 = "mxfp4",
     }
 }
 
@@ -109,13 +113,18 @@ macro_rules! with_block_codec {
                 type $Codec = $crate::block_format::Nf4Codec;
                 $body
             }
+            $crate::BlockFormat::Mxfp4 => {
+                type $Codec = $crate::block_format::Mxfp4Codec;
+                $body
+            }
         }
     };
 }
 
 impl BlockFormat {
     /// Formats of GGUF files.
-    pub const OF_GGUF: [Self; 6] = [Self::Q8_0, Self::Q4_0, Self::Q4_1, Self::Q4K, Self::Q5K, Self::Q6K];
+    pub const OF_GGUF: [Self; 7] =
+        [Self::Q8_0, Self::Q4_0, Self::Q4_1, Self::Q4K, Self::Q5K, Self::Q6K, Self::Mxfp4];
 
     /// Returns the number of elements of a block.
     pub const fn block_elements(self) -> usize {
@@ -159,8 +168,8 @@ impl BlockFormat {
         with_block_codec!(self, Codec => dequantize::<Codec>(bytes, values));
     }
 
-    /// Encodes whole blocks. Q8_0, Q4_0 and Q4_1 have the bits of the reference (gguf-py: `quants.py`); the others choose scales by least
-    /// squares.
+    /// Encodes whole blocks. Q8_0, Q4_0, Q4_1 and MXFP4 have the bits of the reference (gguf-py: `quants.py`); the others choose scales by
+    /// least squares.
     ///
     /// # Panics
     /// As for [`BlockFormat::dequantize`].
@@ -179,6 +188,7 @@ impl BlockFormat {
                 Self::Int8G32 | Self::Int8G128 => groups::encode_int8(values, block),
                 Self::Fp8G128 => groups::encode_fp8(values, block),
                 Self::Nf4G64 => groups::encode_nf4(values, block),
+                Self::Mxfp4 => mxfp4::encode(values, block),
             }
         }
     }

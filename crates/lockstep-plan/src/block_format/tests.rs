@@ -13,13 +13,14 @@ fn numbers(bytes: &[u8]) -> Vec<f32> {
 }
 
 /// Format, random blocks, and what gguf-py reads from them.
-const READ: [(BlockFormat, &[u8], &[u8]); 6] = [
+const READ: [(BlockFormat, &[u8], &[u8]); 7] = [
     (BlockFormat::Q8_0, fixture!("q8_0.bytes"), fixture!("q8_0.values")),
     (BlockFormat::Q4_0, fixture!("q4_0.bytes"), fixture!("q4_0.values")),
     (BlockFormat::Q4_1, fixture!("q4_1.bytes"), fixture!("q4_1.values")),
     (BlockFormat::Q4K, fixture!("q4_k.bytes"), fixture!("q4_k.values")),
     (BlockFormat::Q5K, fixture!("q5_k.bytes"), fixture!("q5_k.values")),
     (BlockFormat::Q6K, fixture!("q6_k.bytes"), fixture!("q6_k.values")),
+    (BlockFormat::Mxfp4, fixture!("mxfp4.bytes"), fixture!("mxfp4.values")),
 ];
 
 #[test]
@@ -45,6 +46,7 @@ fn blocks_of_32_are_written_with_the_bits_of_gguf_py() {
         (BlockFormat::Q8_0, fixture!("q8_0.quantized")),
         (BlockFormat::Q4_0, fixture!("q4_0.quantized")),
         (BlockFormat::Q4_1, fixture!("q4_1.quantized")),
+        (BlockFormat::Mxfp4, fixture!("mxfp4.quantized")),
     ];
     for (format, expected) in written {
         let mut bytes = vec![0; expected.len()];
@@ -74,6 +76,7 @@ fn an_encoded_matrix_is_near_the_numbers_it_was_made_of() {
         (BlockFormat::Int8G128, 0.007),
         (BlockFormat::Fp8G128, 0.03),
         (BlockFormat::Nf4G64, 0.1),
+        (BlockFormat::Mxfp4, 0.13),
     ];
     let philox = Philox::new(7);
     let values: Vec<f32> = (0..64 * 256).map(|index| philox.normal(index) * 0.02).collect();

@@ -112,6 +112,11 @@ impl Words for PlainWords {
     }
 
     #[inline(always)]
+    fn lookup_bytes(self, table: &[u8; 16]) -> Self {
+        self.each(|word| word.lookup_bytes(table))
+    }
+
+    #[inline(always)]
     fn halves(self) -> [f32; SIDE] {
         self.map(|word| widen(word as u16))
     }
@@ -191,7 +196,7 @@ macro_rules! words {
     ($(#[$doc:meta])* $name:ident([$vector:ty; $count:literal]), $floats:ty, $set:ident, $and:ident, $or:ident, $xor:ident,
      $sub:ident, $floats_of:ident, $shl:ident, $shr:ident, $shr_signed:ident, $numbers:ident, $products:ident,
      |$halves:ident| $widen:expr, |$number:ident| $negative:expr,
-     |$index:ident, $table:ident| $look_up:expr, $load:ident, $store:ident, $store_floats:ident,
+     |$index:ident, $table:ident| $look_up:expr, |$bytes:ident, $byte_table:ident| $look_up_bytes:expr, $load:ident, $store:ident, $store_floats:ident,
      $zero:ident, |$half_address:ident| $load_halves:expr, $transpose:path) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
@@ -281,6 +286,18 @@ macro_rules! words {
             fn lookup(self, $table: &[f32; 16]) -> Self::Floats {
                 // SAFETY: as above.
                 self.0.map(#[inline(always)] |$index| unsafe { $look_up })
+            }
+
+            #[inline(always)]
+            fn lookup_bytes(mut self, table: &[u8; 16]) -> Self {
+                // SAFETY: 16 bytes; as above.
+                let $byte_table = unsafe { _mm_loadu_si128(table.as_ptr().cast()) };
+                for words in &mut self.0 {
+                    let $bytes = *words;
+                    // SAFETY: as above.
+                    *words = unsafe { $look_up_bytes };
+                }
+                self
             }
 
             #[inline(always)]
@@ -402,6 +419,7 @@ words!(
         let half = |first: usize| _mm256_permutevar8x32_ps(_mm256_loadu_ps(table[first..].as_ptr()), index);
         _mm256_blendv_ps(half(0), half(8), _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
     },
+    |bytes, table| _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes),
     _mm256_loadu_si256, _mm256_storeu_si256, _mm256_storeu_ps, _mm256_setzero_si256,
     |address| _mm256_cvtepu16_epi32(_mm_loadu_si128(address.cast())), transpose_words
 );
@@ -414,6 +432,7 @@ words!(
     |words| _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)),
     |number| _mm512_xor_ps(number, _mm512_set1_ps(-0.0)),
     |index, table| _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr())),
+    |bytes, table| _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes),
     _mm512_loadu_si512, _mm512_storeu_si512, _mm512_storeu_ps, _mm512_setzero_si512,
     |address| _mm512_cvtepu16_epi32(_mm256_loadu_si256(address.cast())), transpose_words_avx512
 );

@@ -17,7 +17,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::{
-    BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, StoredParameter, TensorKind,
+    BaseModel, ChannelScales, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter,
+    StoredParameter, TensorKind,
     digest::Hasher,
     gguf::{EmbeddedTokenizer, model::GgufModel},
     hf::HfCheckpoint,
@@ -70,6 +71,8 @@ pub(crate) enum Trained {
         digest: Digest,
     },
     Peft(Box<PeftAdapter>),
+    /// Factors that leave the function of the model as it is.
+    Scales(ChannelScales),
 }
 
 impl Trained {
@@ -96,6 +99,7 @@ impl Trained {
                     add_product(peft.adapter().config(), a, b, values);
                 }
             }
+            Self::Scales(scales) => scales.apply(name, values),
         }
         Ok(())
     }
@@ -256,7 +260,9 @@ impl ModelDirectory {
             Weights::Files { files: TensorFiles::Gguf(model), .. } if self.tokenizer().is_none() => {
                 model.tokenizer()
             }
-            Weights::Tuned { base, trained: Trained::Peft(_) } => base.embedded_tokenizer(),
+            Weights::Tuned { base, trained: Trained::Peft(_) | Trained::Scales(_) } => {
+                base.embedded_tokenizer()
+            }
             _ => Ok(None),
         }
     }
@@ -268,6 +274,7 @@ impl ModelDirectory {
             | Weights::Tuned { trained: Trained::Checkpoint { checkpoint, .. }, .. } => {
                 checkpoint.manifest().config.get("has_chats").is_some_and(|said| said == true)
             }
+            Weights::Tuned { base, trained: Trained::Scales(_) } => base.has_chats(),
             Weights::Tuned { .. } | Weights::Files { .. } => false,
         }
     }
@@ -292,6 +299,7 @@ impl ModelDirectory {
             (Some(name), _) => beside(name),
             // The directory may hold tokenizer files that are not read here but that transformers needs.
             (None, Weights::Files { files, .. }) if files.has_companions() => Some(self.path.clone()),
+            (None, Weights::Tuned { base, trained: Trained::Scales(_) }) => base.tokenizer_directory(),
             (None, _) => None,
         }
     }
@@ -325,6 +333,7 @@ impl ModelDirectory {
     pub fn stored_dtype(&self) -> DType {
         match &self.weights {
             Weights::Files { files, .. } => files.compute_dtype(),
+            Weights::Tuned { base, trained: Trained::Scales(_) } => base.stored_dtype(),
             Weights::Checkpoint(_) | Weights::Tuned { .. } => DType::F32,
         }
     }
@@ -431,6 +440,7 @@ impl ModelDirectory {
                 let own = match trained {
                     Trained::Checkpoint { checkpoint, .. } => checkpoint.path(),
                     Trained::Peft(peft) => peft.path(),
+                    Trained::Scales(_) => return base.sources(),
                 };
                 [&base.sources()[..], &[own]].concat()
             }
@@ -440,13 +450,17 @@ impl ModelDirectory {
     /// Checks the digest of the base model, which covers all parameters, before they are read one by one.
     pub(crate) fn check_base(&self) -> Result<(), CheckpointError> {
         match &self.weights {
+            Weights::Tuned { base, trained: Trained::Scales(_) } => base.check_base(),
             Weights::Tuned { .. } => self.for_each_parameter(|_, _| Ok(())),
             Weights::Files { .. } | Weights::Checkpoint(_) => Ok(()),
         }
     }
 
     /// Fills `values` with one parameter, in f32.
-    pub(crate) fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+    ///
+    /// # Errors
+    /// If a file is damaged, or there is no such parameter.
+    pub fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
         match &self.weights {
             Weights::Checkpoint(checkpoint) => read_whole(checkpoint, name, values),
             Weights::Tuned { base, trained } => {

@@ -42,6 +42,7 @@ compile_error!("safetensors is little-endian and Lockstep copies its bytes as th
 mod background;
 mod base;
 mod block_parameter;
+mod channel_scales;
 mod convert;
 mod coverage;
 mod digest;
@@ -60,12 +61,14 @@ mod peft;
 mod pretrained;
 mod quantize;
 mod quantized;
+mod quantized_form;
 mod region;
 mod save;
 mod shard;
 mod shard_file;
 mod stored_parameter;
 mod tensor_files;
+mod trained;
 mod weight_quantization;
 
 pub mod gguf;
@@ -75,6 +78,7 @@ pub mod safetensors;
 pub use background::{PendingSave, SaveThread};
 pub use base::BaseModel;
 pub use block_parameter::BlockParameter;
+pub use channel_scales::ChannelScales;
 pub use digest::Digest;
 pub use directory::{
     CheckpointQuality, Latest, Pruned, SkippedCheckpoint, find, latest_good, latest_good_of, make_room,
@@ -92,12 +96,15 @@ pub use observer::{Abandoned, CommitObserver, CommitPoint, Wait};
 pub use offloaded_weights::{OffloadedWeight, OffloadedWeights};
 pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
-pub use quantize::QuantizedModel;
+pub use quantize::{QuantizedMatrices, QuantizedModel};
 pub use quantized::{
     PackedParameter, Quantization, QuantizationError, QuantizationSummary, parse_quantization,
 };
+pub use quantized_form::QuantizedForm;
 pub use region::Region;
 pub use save::{SaveRequest, Staging, save, save_observed};
 pub use shard::{ByteSource, ShardReport, SliceBytes, TensorSlice, write_shard, write_shard_observed};
 pub use stored_parameter::{RowOrder, StoredParameter};
-pub use weight_quantization::{WeightQuantization, WeightType, encode_blocks, is_quantizable};
+pub use weight_quantization::{
+    WeightQuantization, WeightType, encode_blocks, is_quantizable, round_to_blocks,
+};

@@ -13,9 +13,8 @@ use crate::{
     CheckpointError,
     hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfExport, SINGLE_FILE},
     peft,
-    pretrained::{
-        CONFIG_FILE, GENERATION_FILE, ModelDirectory, TOKENIZER_FILE, Trained, Weights, read_whole,
-    },
+    pretrained::{CONFIG_FILE, GENERATION_FILE, ModelDirectory, TOKENIZER_FILE, Weights},
+    trained::{Trained, read_whole},
 };
 
 /// Files that published tokenizers have besides `tokenizer.json`; nothing else in their directory is copied.

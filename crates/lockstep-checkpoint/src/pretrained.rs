@@ -5,16 +5,12 @@
 //! only the trained part. The rest is then read from the base model, whose digest is checked.
 
 use std::{
-    collections::BTreeMap,
     ops::Range,
     path::{Path, PathBuf},
 };
 
-use lockstep_model::{Adapter, HfImport, HfMapping, HfPlace, LoraConfig, ModelConfig};
-use lockstep_plan::{BlockFormat, DType};
-use rayon::prelude::*;
-use serde::Deserialize;
-use serde_json::Value;
+use lockstep_model::{HfImport, HfMapping, HfPlace, ModelConfig};
+use lockstep_plan::DType;
 
 use crate::{
     BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, StoredParameter, TensorKind,
@@ -24,7 +20,7 @@ use crate::{
     listing::list,
     quantized::{PackedParameter, QuantizationSummary, QuantizedFiles, quantization_in},
     tensor_files::{TensorFiles, gguf_file},
-    weight_quantization::encode_blocks,
+    trained::{Trained, adapter_of, quantized_by, read_whole},
 };
 
 pub(crate) const CONFIG_FILE: &str = "config.json";
@@ -56,79 +52,6 @@ pub(crate) enum Weights {
         base: Box<ModelDirectory>,
         trained: Trained,
     },
-}
-
-#[derive(Debug)]
-pub(crate) enum Trained {
-    /// Checkpoint of a fine-tuning run.
-    Checkpoint {
-        checkpoint: Box<Checkpoint>,
-        adapter: Option<Adapter>,
-        /// Block formats in which the run kept matrices of the base model.
-        quantized: BTreeMap<String, BlockFormat>,
-        /// Digest of the base model.
-        digest: Digest,
-    },
-    Peft(Box<PeftAdapter>),
-}
-
-impl Trained {
-    /// Turns a parameter of the base model into that of the fine-tuned model.
-    fn tune(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
-        let (mut a, mut b) = (Vec::new(), Vec::new());
-        match self {
-            Self::Checkpoint { checkpoint, adapter, quantized, .. } => {
-                if checkpoint.tensor(name, &TensorKind::Parameter).is_ok() {
-                    return read_whole(checkpoint, name, values);
-                }
-                if let Some(&format) = quantized.get(name) {
-                    round_to_blocks(format, values);
-                }
-                let Some(adapter) = adapter else { return Ok(()) };
-                let Some([name_a, name_b]) = adapter.factors_of(name) else { return Ok(()) };
-                read_whole(checkpoint, &name_a, &mut a)?;
-                read_whole(checkpoint, &name_b, &mut b)?;
-                add_product(adapter.config(), &a, &b, values);
-            }
-            Self::Peft(peft) => {
-                let Some([name_a, name_b]) = peft.adapter().factors_of(name) else { return Ok(()) };
-                if let (Some(a), Some(b)) = (peft.parameter(&name_a), peft.parameter(&name_b)) {
-                    add_product(peft.adapter().config(), a, b, values);
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Rounds a matrix to the values of its blocks, which are those that a run trained with.
-fn round_to_blocks(format: BlockFormat, values: &mut [f32]) {
-    let blocks = encode_blocks(format, values);
-    format.dequantize(&blocks, values);
-}
-
-/// Returns the block formats in which the run of a checkpoint kept matrices of its base model.
-fn quantized_by(checkpoint: &Checkpoint) -> Result<BTreeMap<String, BlockFormat>, CheckpointError> {
-    match checkpoint.manifest().config.get("quantized") {
-        None | Some(Value::Null) => Ok(BTreeMap::new()),
-        Some(stored) => BTreeMap::deserialize(stored).map_err(|error| CheckpointError::Manifest {
-            path: checkpoint.path().join(MANIFEST_FILE),
-            reason: format!("config.quantized: {error}"),
-        }),
-    }
-}
-
-/// Adds a LoRA update: `weight [out, in] += scale · B [out, rank] · A [rank, in]`.
-fn add_product(config: &LoraConfig, a: &[f32], b: &[f32], weight: &mut [f32]) {
-    let (rank, scale) = (config.rank, config.scale() as f32);
-    let inputs = a.len() / rank;
-    weight.par_chunks_exact_mut(inputs).zip(b.par_chunks_exact(rank)).for_each(|(row, b)| {
-        let mut sums = vec![0.0_f32; inputs];
-        for (b, a) in b.iter().zip(a.chunks_exact(inputs)) {
-            sums.iter_mut().zip(a).for_each(|(sum, a)| *sum += b * a);
-        }
-        row.iter_mut().zip(sums).for_each(|(weight, sum)| *weight += scale * sum);
-    });
 }
 
 impl ModelDirectory {
@@ -256,7 +179,9 @@ impl ModelDirectory {
             Weights::Files { files: TensorFiles::Gguf(model), .. } if self.tokenizer().is_none() => {
                 model.tokenizer()
             }
-            Weights::Tuned { base, trained: Trained::Peft(_) } => base.embedded_tokenizer(),
+            Weights::Tuned { base, trained: Trained::Peft(_) | Trained::Scales(_) } => {
+                base.embedded_tokenizer()
+            }
             _ => Ok(None),
         }
     }
@@ -268,6 +193,7 @@ impl ModelDirectory {
             | Weights::Tuned { trained: Trained::Checkpoint { checkpoint, .. }, .. } => {
                 checkpoint.manifest().config.get("has_chats").is_some_and(|said| said == true)
             }
+            Weights::Tuned { base, trained: Trained::Scales(_) } => base.has_chats(),
             Weights::Tuned { .. } | Weights::Files { .. } => false,
         }
     }
@@ -292,6 +218,7 @@ impl ModelDirectory {
             (Some(name), _) => beside(name),
             // The directory may hold tokenizer files that are not read here but that transformers needs.
             (None, Weights::Files { files, .. }) if files.has_companions() => Some(self.path.clone()),
+            (None, Weights::Tuned { base, trained: Trained::Scales(_) }) => base.tokenizer_directory(),
             (None, _) => None,
         }
     }
@@ -325,6 +252,7 @@ impl ModelDirectory {
     pub fn stored_dtype(&self) -> DType {
         match &self.weights {
             Weights::Files { files, .. } => files.compute_dtype(),
+            Weights::Tuned { base, trained: Trained::Scales(_) } => base.stored_dtype(),
             Weights::Checkpoint(_) | Weights::Tuned { .. } => DType::F32,
         }
     }
@@ -431,6 +359,7 @@ impl ModelDirectory {
                 let own = match trained {
                     Trained::Checkpoint { checkpoint, .. } => checkpoint.path(),
                     Trained::Peft(peft) => peft.path(),
+                    Trained::Scales(_) => return base.sources(),
                 };
                 [&base.sources()[..], &[own]].concat()
             }
@@ -440,13 +369,17 @@ impl ModelDirectory {
     /// Checks the digest of the base model, which covers all parameters, before they are read one by one.
     pub(crate) fn check_base(&self) -> Result<(), CheckpointError> {
         match &self.weights {
+            Weights::Tuned { base, trained: Trained::Scales(_) } => base.check_base(),
             Weights::Tuned { .. } => self.for_each_parameter(|_, _| Ok(())),
             Weights::Files { .. } | Weights::Checkpoint(_) => Ok(()),
         }
     }
 
     /// Fills `values` with one parameter, in f32.
-    pub(crate) fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
+    ///
+    /// # Errors
+    /// If a file is damaged, or there is no such parameter.
+    pub fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
         match &self.weights {
             Weights::Checkpoint(checkpoint) => read_whole(checkpoint, name, values),
             Weights::Tuned { base, trained } => {
@@ -501,26 +434,6 @@ impl ModelDirectory {
     }
 }
 
-/// Returns the adapter of a checkpoint; `None` if its run trained none.
-fn adapter_of(checkpoint: &Checkpoint, model: &ModelConfig) -> Result<Option<Adapter>, CheckpointError> {
-    let stored = checkpoint.manifest().config.get("adapter").filter(|adapter| !adapter.is_null());
-    let Some(stored) = stored else { return Ok(None) };
-    let config = LoraConfig::deserialize(stored).map_err(|error| CheckpointError::Manifest {
-        path: checkpoint.path().join(MANIFEST_FILE),
-        reason: format!("config.adapter: {error}"),
-    })?;
-    Ok(Some(Adapter::new(config, model)?))
-}
-
-pub(crate) fn read_whole(
-    checkpoint: &Checkpoint,
-    name: &str,
-    values: &mut Vec<f32>,
-) -> Result<(), CheckpointError> {
-    values.resize(checkpoint.tensor(name, &TensorKind::Parameter)?.elements(), 0.0);
-    checkpoint.read(name, &TensorKind::Parameter, 0, values)
-}
-
 fn read_imported<E: From<CheckpointError>>(
     files: &TensorFiles,
     import: &HfImport,
@@ -568,22 +481,4 @@ pub fn checkpoint_model(checkpoint: &Checkpoint) -> Result<ModelConfig, Checkpoi
     let empty = serde_json::Map::new();
     let table = checkpoint.manifest().config.get("model").and_then(|model| model.as_object());
     Ok(ModelConfig::from_table(table.unwrap_or(&empty), &origin)?)
-}
-
-#[cfg(test)]
-mod tests {
-    use lockstep_model::LoraScaling;
-
-    use super::*;
-
-    #[test]
-    fn the_product_of_an_adapter_is_added_with_its_scale() {
-        let scaling = LoraScaling::Standard;
-        let config = LoraConfig { rank: 2, alpha: 6.0, dropout: 0.0, scaling, targets: Vec::new() };
-        // A is [2, 3], B is [2, 2], the weight is [2, 3]; the scale is 6 / 2.
-        let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.5, -1.0, 2.0]);
-        let mut weight = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0];
-        add_product(&config, &a, &b, &mut weight);
-        assert_eq!(weight, [19.0, 33.5, 48.0, 61.0, 74.0, 87.0]);
-    }
 }

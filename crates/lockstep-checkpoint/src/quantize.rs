@@ -5,23 +5,27 @@
 //! loads no experts, which keep their type. Each tensor is read, quantized and written before the next one, so no more than one is in
 //! memory.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    path::Path,
+};
 
 use ::safetensors::Dtype;
-use half::{bf16, f16};
-use lockstep_model::{HfContent, HfMapping, HfTensor, HfTransform, parameter_records};
+use lockstep_model::{HfContent, HfMapping, HfPlace, HfTensor, HfTransform, parameter_records};
 use lockstep_plan::{
-    BlockFormat, DType,
+    DType,
     block_format::{NF4, int8_group},
 };
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use crate::{
-    CheckpointError, convert,
+    ChannelScales, CheckpointError, convert,
     hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfExport, SINGLE_FILE},
-    pretrained::{CONFIG_FILE, ModelDirectory},
+    pretrained::{CONFIG_FILE, ModelDirectory, Weights},
+    quantized_form::{QuantizedForm, nf4, symmetric_int4},
     safetensors::stored_dtype,
+    trained::Trained,
     weight_quantization::{NF4_GROUP, WeightQuantization, WeightType, is_quantizable},
 };
 
@@ -52,12 +56,80 @@ enum PackedPart {
 struct Matrix<'a> {
     model: &'a ModelDirectory,
     tensor: &'a HfTensor,
-    quantization: WeightQuantization,
-    group: usize,
-    dtype: DType,
+    form: QuantizedForm,
+}
+
+/// The matrices that a quantization changes, and their form.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QuantizedMatrices {
+    /// Form of the matrices.
+    pub form: QuantizedForm,
+    /// Parameters whose matrices are quantized.
+    pub parameters: BTreeSet<String>,
+    /// Modules of linear layers whose matrices keep their type.
+    pub kept: Vec<String>,
+    /// Names of the quantized matrices in files.
+    pub tensors: BTreeSet<String>,
 }
 
 impl ModelDirectory {
+    /// Returns the model with factors on its parameters.
+    pub fn with_scales(self, scales: ChannelScales) -> Self {
+        let (path, config) = (self.path.clone(), self.config.clone());
+        Self {
+            path,
+            config,
+            weights: Weights::Tuned { base: Box::new(self), trained: Trained::Scales(scales) },
+        }
+    }
+
+    /// Returns true if parameters have factors.
+    pub(crate) fn has_scales(&self) -> bool {
+        matches!(&self.weights, Weights::Tuned { trained: Trained::Scales(scales), .. } if !scales.is_empty())
+    }
+
+    /// Returns the matrices that are quantized: those of linear layers in blocks whose rows are whole groups.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn quantized_matrices(
+        &self,
+        quantization: WeightQuantization,
+    ) -> Result<QuantizedMatrices, CheckpointError> {
+        let mapping = HfMapping::new(&self.config);
+        let shapes: BTreeMap<String, Vec<usize>> =
+            parameter_records(&self.config).into_iter().map(|record| (record.name, record.shape)).collect();
+        let packs_experts = quantization.to != WeightType::Nf4;
+        let is_linear = |tensor: &&HfTensor| {
+            let of_layer = |place: &HfPlace| {
+                let is_stack = shapes.get(&place.parameter).is_none_or(|shape| shape.len() != 2);
+                matches!(place.transform, HfTransform::Same | HfTransform::Rows { .. })
+                    && is_quantizable(&place.parameter, &tensor.shape)
+                    && (packs_experts || !is_stack)
+            };
+            tensor.content != HfContent::Zeros && places(tensor).iter().all(of_layer)
+        };
+        let linear: Vec<&HfTensor> = mapping.tensors().iter().filter(is_linear).collect();
+        // One size for all matrices, the one that fits the most of them.
+        let count =
+            |group: usize| linear.iter().filter(|tensor| tensor.shape[1].is_multiple_of(group)).count();
+        let group = quantization.groups().max_by_key(|&group| (count(group), group));
+        let group_size =
+            group.filter(|&group| count(group) > 0).ok_or_else(|| CheckpointError::NothingToQuantize {
+                path: self.path.clone(),
+                model_type: self.config.model_type().to_owned(),
+            })?;
+        let (packed, kept): (Vec<&HfTensor>, Vec<&HfTensor>) =
+            linear.into_iter().partition(|tensor| tensor.shape[1].is_multiple_of(group_size));
+        let parameters = packed.iter().flat_map(|tensor| places(tensor)).map(|place| place.parameter.clone());
+        Ok(QuantizedMatrices {
+            form: QuantizedForm { to: quantization.to, group_size, dtype: self.stored_dtype() },
+            parameters: parameters.collect(),
+            kept: kept.into_iter().map(|tensor| module_of(&tensor.name).to_owned()).collect(),
+            tensors: packed.iter().map(|tensor| tensor.name.clone()).collect(),
+        })
+    }
+
     /// Writes the model with quantized weights as a directory that `transformers` loads.
     ///
     /// # Errors
@@ -68,49 +140,26 @@ impl ModelDirectory {
         out: &Path,
     ) -> Result<QuantizedModel, CheckpointError> {
         self.check_base()?;
+        let QuantizedMatrices { form, kept, tensors: packed, .. } = self.quantized_matrices(quantization)?;
         let mapping = HfMapping::new(&self.config);
-        let shapes: BTreeMap<String, Vec<usize>> =
-            parameter_records(&self.config).into_iter().map(|record| (record.name, record.shape)).collect();
-        let packs_experts = quantization.to != WeightType::Nf4;
-        let is_linear = |tensor: &&HfTensor| match &tensor.content {
-            HfContent::Parameters(places) => places.iter().all(|place| {
-                let is_stack = shapes.get(&place.parameter).is_none_or(|shape| shape.len() != 2);
-                matches!(place.transform, HfTransform::Same | HfTransform::Rows { .. })
-                    && is_quantizable(&place.parameter, &tensor.shape)
-                    && (packs_experts || !is_stack)
-            }),
-            HfContent::Zeros => false,
-        };
-        let linear: Vec<&HfTensor> = mapping.tensors().iter().filter(is_linear).collect();
-        // One size for all matrices, the one that fits the most of them.
-        let count =
-            |group: usize| linear.iter().filter(|tensor| tensor.shape[1].is_multiple_of(group)).count();
-        let group = quantization.groups().max_by_key(|&group| (count(group), group));
-        let group =
-            group.filter(|&group| count(group) > 0).ok_or_else(|| CheckpointError::NothingToQuantize {
-                path: self.path.clone(),
-                model_type: self.config.model_type().to_owned(),
-            })?;
-        let (packed, kept): (Vec<&HfTensor>, Vec<&HfTensor>) =
-            linear.into_iter().partition(|tensor| tensor.shape[1].is_multiple_of(group));
-        let dtype = self.stored_dtype();
-        let kept: Vec<String> = kept.into_iter().map(|tensor| module_of(&tensor.name).to_owned()).collect();
+        let of_matrix = mapping.tensors().iter().filter(|tensor| packed.contains(&tensor.name));
         let matrices: Vec<Matrix<'_>> =
-            packed.iter().map(|tensor| Matrix { model: self, tensor, quantization, group, dtype }).collect();
+            of_matrix.map(|tensor| Matrix { model: self, tensor, form }).collect();
         let mut tensors: Vec<ExportTensor<'_>> = Vec::new();
+        let by_name: HashMap<&str, &Matrix<'_>> =
+            matrices.iter().map(|matrix| (matrix.tensor.name.as_str(), matrix)).collect();
         for tensor in mapping.tensors() {
-            match matrices.iter().find(|matrix| matrix.tensor.name == tensor.name) {
+            match by_name.get(tensor.name.as_str()) {
                 Some(matrix) => tensors.extend(matrix.tensors()),
                 None => tensors.push(self.export_tensor(tensor)),
             }
         }
-        let mut config = self.config.to_json(dtype);
-        config["quantization_config"] =
-            description(quantization, group, &kept, self.other_modules(&mapping, &matrices), dtype);
+        let mut config = self.config.to_json(form.dtype);
+        config["quantization_config"] = description(form, &kept, self.other_modules(&mapping, &matrices));
         let config = serde_json::to_string_pretty(&config).unwrap_or_default() + "\n";
         let export = HfExport {
             tensors,
-            dtype: Some(dtype),
+            dtype: Some(form.dtype),
             file: SINGLE_FILE,
             texts: BTreeMap::from([(CONFIG_FILE.to_owned(), config)]),
             copies: self.companions(),
@@ -118,7 +167,7 @@ impl ModelDirectory {
         };
         export.write(out)?;
         let bytes = export.bytes();
-        Ok(QuantizedModel { matrices: matrices.len(), group_size: group, kept, bytes })
+        Ok(QuantizedModel { matrices: matrices.len(), group_size: form.group_size, kept, bytes })
     }
 
     /// Returns the modules outside of blocks with matrices, such as `lm_head`.
@@ -140,6 +189,14 @@ impl ModelDirectory {
     }
 }
 
+/// Returns the places of the parameters in a tensor.
+fn places(tensor: &HfTensor) -> &[HfPlace] {
+    match &tensor.content {
+        HfContent::Parameters(places) => places,
+        HfContent::Zeros => &[],
+    }
+}
+
 /// Returns the module of a tensor `MODULE.weight`.
 fn module_of(tensor: &str) -> &str {
     tensor.strip_suffix(".weight").unwrap_or(tensor)
@@ -147,11 +204,9 @@ fn module_of(tensor: &str) -> &str {
 
 /// Returns the `quantization_config`.
 fn description(
-    WeightQuantization { to, .. }: WeightQuantization,
-    group: usize,
+    QuantizedForm { to, group_size: group, dtype }: QuantizedForm,
     kept: &[String],
     others: Vec<String>,
-    dtype: DType,
 ) -> Value {
     let ignored: Vec<String> = kept.iter().cloned().chain(others).collect();
     let bits = match to {
@@ -189,12 +244,12 @@ impl<'a> Matrix<'a> {
     /// Returns the tensors that replace the matrix.
     fn tensors(&'a self) -> Vec<ExportTensor<'a>> {
         let [rows, columns] = [self.tensor.shape[0], self.tensor.shape[1]];
-        let groups = columns / self.group;
-        let scales = (PackedPart::Scales, "weight_scale", stored_dtype(self.dtype), vec![rows, groups]);
+        let groups = columns / self.form.group_size;
+        let scales = (PackedPart::Scales, "weight_scale", stored_dtype(self.form.dtype), vec![rows, groups]);
         let shape = (PackedPart::Shape, "weight_shape", Dtype::I64, vec![2]);
-        let parts = match self.quantization.to {
+        let parts = match self.form.to {
             WeightType::Int8 | WeightType::Int4 => {
-                let per_word = if self.quantization.to == WeightType::Int8 { 4 } else { 8 };
+                let per_word = if self.form.to == WeightType::Int8 { 4 } else { 8 };
                 let words = vec![rows, columns / per_word];
                 vec![(PackedPart::Codes, "weight_packed", Dtype::I32, words), scales, shape]
             }
@@ -221,12 +276,12 @@ impl<'a> Matrix<'a> {
 
     /// Returns the description of a module of bitsandbytes.
     fn state(&self) -> String {
-        json!({"quant_type": "nf4", "blocksize": NF4_GROUP, "dtype": torch_name(self.dtype), "shape": self.tensor.shape}).to_string()
+        json!({"quant_type": "nf4", "blocksize": NF4_GROUP, "dtype": torch_name(self.form.dtype), "shape": self.tensor.shape}).to_string()
     }
 
     fn bytes(&self, part: PackedPart) -> Result<Vec<u8>, CheckpointError> {
         let [rows, columns] = [self.tensor.shape[0], self.tensor.shape[1]];
-        match (part, self.quantization.to) {
+        match (part, self.form.to) {
             (PackedPart::Shape, _) => {
                 return Ok([rows, columns].iter().flat_map(|&size| (size as i64).to_le_bytes()).collect());
             }
@@ -237,9 +292,11 @@ impl<'a> Matrix<'a> {
             _ => {}
         }
         let mut values = self.model.assemble(self.tensor, rows * columns)?;
-        // What is quantized are the weights in the model's type.
-        values.par_iter_mut().for_each(|value| *value = self.rounded(*value));
-        Ok(match (part, self.quantization.to) {
+        // What is quantized are the weights in the model's type; those with factors are in no file.
+        if !self.model.has_scales() {
+            values.par_iter_mut().for_each(|value| *value = self.form.rounded(*value));
+        }
+        Ok(match (part, self.form.to) {
             (PackedPart::Codes, WeightType::Nf4) => {
                 self.each_group(&values, |group, bytes| bytes.extend(nf4(group).1))
             }
@@ -248,34 +305,25 @@ impl<'a> Matrix<'a> {
             }
             (PackedPart::Codes, WeightType::Int8) => self.each_group(&values, |group, bytes| {
                 let mut codes = vec![0; group.len()];
-                int8_group(group, |scale| self.rounded(scale), &mut codes);
+                int8_group(group, |scale| self.form.rounded(scale), &mut codes);
                 // Stored with 128 added, low bytes first.
                 bytes.extend(codes.iter().map(|code| code.cast_unsigned() ^ 128));
             }),
             (PackedPart::Codes, _) => self.each_group(&values, |group, bytes| {
-                let (_, codes) = symmetric_int4(group, |scale| self.rounded(scale));
+                let (_, codes) = symmetric_int4(group, |scale| self.form.rounded(scale));
                 bytes.extend(codes.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4));
             }),
             (_, to) => self.each_group(&values, |group, bytes| {
-                let round = |scale| self.rounded(scale);
+                let round = |scale| self.form.rounded(scale);
                 let scale = match to {
                     WeightType::Int8 => int8_group(group, round, &mut vec![0; group.len()]),
                     _ => symmetric_int4(group, round).0,
                 };
-                let mut stored = vec![0; self.dtype.size_bytes()];
-                convert::narrow(self.dtype, &[scale], &mut stored);
+                let mut stored = vec![0; self.form.dtype.size_bytes()];
+                convert::narrow(self.form.dtype, &[scale], &mut stored);
                 bytes.extend(stored);
             }),
         })
-    }
-
-    /// Returns a number in the model's type.
-    fn rounded(&self, value: f32) -> f32 {
-        match self.dtype {
-            DType::BF16 => bf16::from_f32(value).to_f32(),
-            DType::F16 => f16::from_f32(value).to_f32(),
-            _ => value,
-        }
     }
 
     /// Returns what a function makes of each group, in their order.
@@ -284,51 +332,10 @@ impl<'a> Matrix<'a> {
             .par_chunks(self.tensor.shape[1])
             .map(|row| {
                 let mut bytes = Vec::new();
-                row.chunks_exact(self.group).for_each(|group| make(group, &mut bytes));
+                row.chunks_exact(self.form.group_size).for_each(|group| make(group, &mut bytes));
                 bytes
             })
             .collect();
         rows.concat()
     }
-}
-
-/// Returns the scale and the packed codes of a group in NF4: of two codes in a byte, the first is in the high half.
-fn nf4(group: &[f32]) -> (f32, Vec<u8>) {
-    const HEAD: usize = 4;
-    let mut block = vec![0; BlockFormat::Nf4G64.block_bytes()];
-    BlockFormat::Nf4G64.quantize(group, &mut block);
-    let scale = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
-    // In a block, 16 bytes have the codes of 32 elements: the low halves are the first 16.
-    let code = |element: usize| {
-        let byte = block[HEAD + element / 32 * 16 + element % 16];
-        byte >> (element % 32 / 16 * 4) & 15
-    };
-    (scale, (0..group.len() / 2).map(|pair| code(2 * pair) << 4 | code(2 * pair + 1)).collect())
-}
-
-/// Parts of the range of a group that are tried.
-const RANGES: [f32; 8] = [1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72];
-/// Code of zero in 4 bits.
-const INT4_ZERO: f32 = 8.0;
-
-/// Quantizes a group to codes of 4 bits around 8, and returns the scale with them. The scale may be negative: the element of the largest
-/// magnitude has the code 0, which has one step more than 15, or 15. The scale of least squared error is kept.
-fn symmetric_int4(group: &[f32], round: impl Fn(f32) -> f32) -> (f32, Vec<u8>) {
-    let extreme = group.iter().fold(0.0_f32, |most, &x| if x.abs() > most.abs() { x } else { most });
-    let code = |x: f32, scale: f32| {
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-        (x * inverse + INT4_ZERO).round().clamp(0.0, 15.0)
-    };
-    let (mut best, mut least) = (0.0, f64::INFINITY);
-    for range in RANGES {
-        for steps in [-INT4_ZERO, INT4_ZERO - 1.0] {
-            let scale = round(extreme * range / steps);
-            let error = |&x: &f32| f64::from((code(x, scale) - INT4_ZERO) * scale - x).powi(2);
-            let error: f64 = group.iter().map(error).sum();
-            if error < least {
-                (best, least) = (scale, error);
-            }
-        }
-    }
-    (best, group.iter().map(|&x| code(x, best) as u8).collect())
 }

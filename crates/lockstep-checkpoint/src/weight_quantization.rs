@@ -66,6 +66,12 @@ pub fn encode_blocks(format: BlockFormat, values: &[f32]) -> Vec<u8> {
     bytes
 }
 
+/// Rounds a matrix, whose rows are whole blocks, to the values of its blocks.
+pub fn round_to_blocks(format: BlockFormat, values: &mut [f32]) {
+    let blocks = encode_blocks(format, values);
+    format.dequantize(&blocks, values);
+}
+
 /// Returns true if a parameter is the matrix of a linear layer that is quantized: in a block, and no router.
 pub fn is_quantizable(name: &str, shape: &[usize]) -> bool {
     let is_in_block = name.split('.').any(|part| part.parse::<usize>().is_ok());

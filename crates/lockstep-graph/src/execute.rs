@@ -101,7 +101,13 @@ impl Program {
 
     fn instruction(&self, run: &Run<'_>, instruction: &Instruction) -> Result<(), CommError> {
         match instruction {
-            Instruction::Forward(operation) => self.operations[*operation].forward(run)?,
+            Instruction::Forward(operation) => {
+                let facts = &self.facts[*operation];
+                if let Some(observer) = run.replay().observer.filter(|_| facts.is_row_product) {
+                    observer.observe(facts.weights[0], run.value(facts.inputs[0]));
+                }
+                self.operations[*operation].forward(run)?;
+            }
             Instruction::BackwardInputs { operation, dy, dx } => {
                 let (operation, dx) = (&self.operations[*operation], InputGradients { run, targets: dx });
                 match dy {

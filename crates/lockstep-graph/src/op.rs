@@ -10,6 +10,7 @@ use lockstep_tensor::{View, Write};
 #[cfg(feature = "faults")]
 use crate::faults::Fault;
 use crate::{
+    column_scale::ColumnScale,
     facts::Facts,
     replay::{InputGradients, Run},
     shapes::Shapes,
@@ -84,6 +85,12 @@ pub trait Op: Debug + Send + Sync {
     fn kept(&self, shapes: &Shapes) -> Kept {
         let _ = shapes;
         Kept::default()
+    }
+
+    /// Returns where a positive factor on each column of the output can be applied instead; `None` if the columns are proportional neither
+    /// to parameters nor to columns of an input.
+    fn column_scale(&self) -> Option<ColumnScale> {
+        None
     }
 
     /// Returns the elements of a block of keys and values that travels around the context-parallel group; 0 for an

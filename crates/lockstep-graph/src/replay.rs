@@ -39,6 +39,12 @@ pub trait Parameters {
     fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>>;
 }
 
+/// Receiver of the inputs of linear layers in a forward on one rank.
+pub trait InputObserver {
+    /// Receives the input `[rows, columns]` of the layer with this weight, before the layer runs.
+    fn observe(&self, weight: ParameterIndex, x: View<'_>);
+}
+
 /// A micro-batch on the device; under context parallelism, its local tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
@@ -113,6 +119,8 @@ pub struct Replay<'a> {
     /// Destination of the smallest router margin
     /// ([`RouterKernels::router_margin`](lockstep_tensor::RouterKernels::router_margin)); `None` if it is not wanted.
     pub router_margin: Option<&'a Cell<f32>>,
+    /// Receiver of the inputs of linear layers in a forward; `None` if they are not wanted.
+    pub observer: Option<&'a dyn InputObserver>,
     /// Destination of the spans of operations; `None` if the replay is not traced.
     pub trace: Option<Trace<'a>>,
 }
@@ -144,6 +152,7 @@ impl<'a> Replay<'a> {
             context: None,
             communication_buffer: None,
             router_margin: None,
+            observer: None,
             trace: None,
         }
     }

@@ -70,6 +70,14 @@ pub enum InferError {
         /// Largest allowed number of tokens.
         allowed: usize,
     },
+    /// A calibration text is shorter than a window.
+    #[error("the calibration text has {tokens} tokens; at least {window} are needed: give a longer text")]
+    CalibrationText {
+        /// Tokens of the text.
+        tokens: usize,
+        /// Tokens of a window.
+        window: usize,
+    },
     /// The model does not predict next tokens.
     #[error(
         "a model of type {model_type} generates no text and has no perplexity: it is an encoder or a classifier"

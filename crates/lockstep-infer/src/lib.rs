@@ -7,6 +7,8 @@
 //!
 //! Several ranks run one model under a plan of training ([`check_plan`]): each loads its shards, and all draw the same tokens.
 //!
+//! [`calibrate`] chooses the scales of a model's channels with which its quantized weights lose least on a text.
+//!
 //! [`InferencePlan`] places the modules of a model under memory limits: in memory or on disk, from which they are read ahead
 //! of use.
 #![forbid(unsafe_code)]
@@ -14,6 +16,7 @@
 mod batch;
 mod beam;
 mod cache;
+mod calibration;
 mod description;
 mod device_map;
 mod error;
@@ -37,6 +40,7 @@ mod weights;
 
 pub use batch::{Batch, NewTokens, SequenceId};
 pub use beam::{BeamOptions, Hypothesis, beam_search};
+pub use calibration::{CalibratedLayer, Calibration, calibrate, calibration_window};
 pub use description::ModelDescription;
 pub use device_map::{Device, DeviceMap, MemoryLimits, Module};
 pub use error::InferError;

@@ -15,7 +15,7 @@ use std::{
 use half::{bf16, f16, vec::HalfFloatVecExt};
 use lockstep_checkpoint::{
     CheckpointError, ModelDirectory, PackedParameter, RowOrder, StoredParameter, encode_blocks,
-    gguf::StoredElements,
+    gguf::StoredElements, round_to_blocks,
 };
 use lockstep_engine::{EngineError, HeldWeights, StateStore, WeightSource, Weights};
 use lockstep_plan::{BlockFormat, DType, MemoryCategory, ParameterId, ParameterRecord};
@@ -376,9 +376,9 @@ fn convert(
                 let id = ids[name];
                 let values = match rounded.get(&id.0) {
                     Some(&format) => {
-                        let mut decoded = vec![0.0; values.len()];
-                        format.dequantize(&encode_blocks(format, values), &mut decoded);
-                        Cow::Owned(decoded)
+                        let mut rounded = values.to_vec();
+                        round_to_blocks(format, &mut rounded);
+                        Cow::Owned(rounded)
                     }
                     None => Cow::Borrowed(values),
                 };

@@ -18,6 +18,9 @@ use lockstep_infer::{
 use lockstep_plan::KvCacheType;
 use lockstep_tensor::PAGE_TOKENS;
 
+#[path = "cache/calibrated.rs"]
+mod calibrated;
+
 #[path = "cache/latents.rs"]
 mod latents;
 

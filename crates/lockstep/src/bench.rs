@@ -26,8 +26,8 @@ use lockstep_train::ranks_of_model;
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure};
-use crate::infer::threads;
 use crate::output::say;
+use crate::thread_count::threads;
 use crate::{bench_generate, collectives, measured, pipelines, ranks};
 
 #[derive(Debug, Subcommand)]

@@ -23,6 +23,7 @@ use crate::inference_ranks::RankArguments;
 use crate::output::say;
 use crate::placement::{FoundModel, PlacedModel, PlacementArguments};
 use crate::quantize::QuantizedType;
+use crate::thread_count::threads;
 
 /// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
@@ -209,18 +210,4 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
         say!("loss {loss:.4}  perplexity {perplexity:.3}  tokens {tokens}  windows of {seq_len}");
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Maximum number of threads, as for `train.threads`.
-const MAX_THREADS: usize = 4096;
-
-/// Returns the number of compute threads: `asked`, or all cores if it is 0 or `None`.
-pub(crate) fn threads(asked: Option<usize>) -> Result<usize, Failure> {
-    match asked {
-        Some(threads) if threads > MAX_THREADS => {
-            Err(Failure::configuration(format!("--threads {threads}: allowed is 0 to {MAX_THREADS}")))
-        }
-        Some(threads) if threads > 0 => Ok(threads),
-        _ => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
-    }
 }

@@ -81,6 +81,7 @@ mod bench;
 mod bench_generate;
 #[cfg(test)]
 mod book;
+mod calibration;
 mod checkpoint;
 mod collectives;
 mod command;
@@ -118,6 +119,7 @@ mod ranks;
 mod report;
 mod sample_view;
 mod stdin_secret;
+mod thread_count;
 mod train;
 mod trainer;
 mod typed;

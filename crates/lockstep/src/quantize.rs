@@ -5,12 +5,14 @@ use std::process::ExitCode;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum, ValueHint};
-use lockstep_checkpoint::{Checkpoint, ModelDirectory, WeightQuantization, WeightType};
+use lockstep_checkpoint::{Checkpoint, ModelDirectory, WeightQuantization, WeightType, hf::check_vacant};
 use lockstep_config::{find_weights, human};
 use serde_json::json;
 
+use crate::calibration::{Calibrated, CalibrationReport, CalibrationText};
 use crate::exit::Failure;
 use crate::output::{note, say};
+use crate::thread_count::threads;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -23,6 +25,16 @@ pub(crate) struct Arguments {
     /// Neighbours that share a scale [default: 128 for int8, 64 for int4; nf4 has 64]
     #[arg(long, value_name = "N", value_parser = PossibleValuesParser::new(["32", "64", "128"]))]
     group_size: Option<String>,
+    /// A text on which scales of the input channels are chosen, so that the outputs of layers lose least (AWQ); without one, weights are
+    /// rounded to the nearest
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    calibration: Option<PathBuf>,
+    /// Tokens of the calibration text that are read, in windows of 512 or the model's maximum
+    #[arg(long, value_name = "N", default_value_t = 8192, requires = "calibration")]
+    calibration_tokens: usize,
+    /// Compute threads of the calibration [default: all cores]
+    #[arg(long, requires = "calibration")]
+    threads: Option<usize>,
     /// The directory to write; it must not exist or be empty
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     out: PathBuf,
@@ -68,16 +80,34 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if path.join("manifest.json").is_file() {
         Checkpoint::open(&path)?.verify()?;
     }
-    let model = ModelDirectory::open(&path)?;
+    let mut model = ModelDirectory::open(&path)?;
     let quantization = WeightQuantization { to: arguments.to.into(), group_size };
+    // A directory that cannot be written is refused before the work rather than after it.
+    check_vacant(&arguments.out)?;
+    let calibrated = match &arguments.calibration {
+        None => None,
+        Some(text) => {
+            let threads = threads(arguments.threads)?;
+            let text = CalibrationText { path: text, tokens: arguments.calibration_tokens };
+            let Calibrated { scales, report } = text.calibrate(&model, quantization, threads)?;
+            model = model.with_scales(scales);
+            Some(report)
+        }
+    };
     let done = model.quantize(quantization, &arguments.out)?;
     if arguments.json {
-        let document = json!({
+        let mut document = json!({
             "out": arguments.out, "matrices": done.matrices, "group_size": done.group_size, "kept": done.kept,
             "bytes": done.bytes,
         });
+        if let Some(report) = &calibrated {
+            document["calibration"] = report.to_json();
+        }
         say!("{document}");
         return Ok(ExitCode::SUCCESS);
+    }
+    for line in calibrated.iter().flat_map(CalibrationReport::lines) {
+        say!("{line}");
     }
     say!(
         "wrote {}: {} matrices in groups of {}, {}",

@@ -97,9 +97,7 @@ impl HfExport<'_> {
         let parent = parent_of(out);
         create_directories(&parent)?;
         let _lock = DirectoryLock::take(&parent)?;
-        if !is_vacant(out)? {
-            return Err(CheckpointError::OutputExists { path: out.to_path_buf() });
-        }
+        check_vacant(out)?;
         let staging = parent.join(staging_name(&name.to_string_lossy()));
         remove_if_there(&staging)?;
         let written = self.write_into(&staging).and_then(|()| {
@@ -273,14 +271,18 @@ fn staging_name(name: &str) -> String {
     }
 }
 
-/// Returns true if `path` does not exist or is an empty directory.
-fn is_vacant(path: &Path) -> Result<bool, CheckpointError> {
-    match fs::read_dir(path) {
-        Ok(mut entries) => Ok(entries.next().is_none()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::NotADirectory => Ok(false),
-        Err(error) => Err(CheckpointError::io("open", path)(error)),
-    }
+/// Checks that a directory to be written does not exist or is empty.
+///
+/// # Errors
+/// If it is a file, has contents, or cannot be read.
+pub fn check_vacant(path: &Path) -> Result<(), CheckpointError> {
+    let is_vacant = match fs::read_dir(path) {
+        Ok(mut entries) => entries.next().is_none(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => true,
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => false,
+        Err(error) => return Err(CheckpointError::io("open", path)(error)),
+    };
+    if is_vacant { Ok(()) } else { Err(CheckpointError::OutputExists { path: path.to_owned() }) }
 }
 
 /// Removes the leftovers of an export that was killed.

@@ -7,7 +7,9 @@
 mod export;
 mod read;
 
-pub use export::{DEFAULT_SHARD_BYTES, EncodedBytes, ExportData, ExportTensor, FillValues, HfExport};
+pub use export::{
+    DEFAULT_SHARD_BYTES, EncodedBytes, ExportData, ExportTensor, FillValues, HfExport, check_vacant,
+};
 pub use read::HfCheckpoint;
 
 /// Name of the file with all weights of an unsharded model.

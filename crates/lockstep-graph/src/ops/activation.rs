@@ -5,6 +5,7 @@ use lockstep_tensor::{Activation, View};
 
 use crate::{
     block::Value,
+    column_scale::ColumnScale,
     facts::Facts,
     op::Op,
     recorder::Recorder,
@@ -53,6 +54,10 @@ impl Op for ActivationOperation {
             vector_flops,
             ..Facts::of(name, [x], [y])
         }
+    }
+
+    fn column_scale(&self) -> Option<ColumnScale> {
+        matches!(self.kind, Activation::Relu).then(|| ColumnScale::of_input(self.x))
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {

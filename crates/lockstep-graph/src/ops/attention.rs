@@ -14,6 +14,7 @@ use lockstep_tensor::{
 use crate::faults::Fault;
 use crate::{
     block::{DropoutSite, Mode, ParameterIndex, SequenceRange, Value, ValueInfo},
+    column_scale::ColumnScale,
     context::spans,
     facts::Facts,
     op::Op,
@@ -301,6 +302,12 @@ impl Op for AttentionOperation {
             is_long: true,
             ..Facts::of("attention", [q, k, v], [y, log_sum_exp])
         }
+    }
+
+    fn column_scale(&self) -> Option<ColumnScale> {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = self.shape;
+        let has_all_keys = matches!(self.key_source, KeySource::Whole);
+        has_all_keys.then_some(ColumnScale::Input { input: self.v, group: heads / key_value_heads, head_dim })
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {

@@ -5,6 +5,7 @@ use lockstep_tensor::{GatedActivation, View};
 
 use crate::{
     block::Value,
+    column_scale::ColumnScale,
     facts::{ExpertRows, Facts},
     op::Op,
     recorder::Recorder,
@@ -89,6 +90,14 @@ impl Op for Gated {
                 GatedActivation::Clamped { .. } => [9, 17, 0],
             },
             ..Facts::of(name_of(kind), [gate, up], [y])
+        }
+    }
+
+    fn column_scale(&self) -> Option<ColumnScale> {
+        match self.kind {
+            GatedActivation::Silu | GatedActivation::Gelu(_) => Some(ColumnScale::of_input(self.up)),
+            // A clamp is not linear.
+            GatedActivation::Clamped { .. } => None,
         }
     }
 

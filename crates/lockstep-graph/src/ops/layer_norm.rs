@@ -6,6 +6,7 @@ use lockstep_tensor::{LayerNorm as Operands, View};
 
 use crate::{
     block::{Bias, ParameterIndex, Value},
+    column_scale::ColumnScale,
     facts::Facts,
     op::Op,
     placement::Placement,
@@ -67,6 +68,10 @@ impl Op for LayerNorm {
             vector_flops: [8, 11, 5],
             ..Facts::of("LayerNorm", [x], [y, mean, rstd])
         }
+    }
+
+    fn column_scale(&self) -> Option<ColumnScale> {
+        Some(ColumnScale::Parameters { weight: self.weight, bias: self.bias, offset: 0.0 })
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {

@@ -11,6 +11,7 @@ use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 use crate::faults::Fault;
 use crate::{
     block::{Bias, ParameterIndex, Value},
+    column_scale::ColumnScale,
     facts::Facts,
     op::Op,
     placement::{Placement, Split},
@@ -133,6 +134,10 @@ impl Op for LinearOperation {
             is_long: true,
             ..Facts::of("linear", [x], [y])
         }
+    }
+
+    fn column_scale(&self) -> Option<ColumnScale> {
+        Some(ColumnScale::Parameters { weight: self.weight, bias: self.bias, offset: 0.0 })
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {

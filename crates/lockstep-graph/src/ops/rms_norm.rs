@@ -6,6 +6,7 @@ use lockstep_tensor::{RmsNorm as Operands, View};
 
 use crate::{
     block::{ParameterIndex, Value},
+    column_scale::ColumnScale,
     facts::Facts,
     op::Op,
     recorder::Recorder,
@@ -85,6 +86,10 @@ impl Op for RmsNorm {
             vector_flops: [4, 8, 3],
             ..Facts::of("RMSNorm", [x], [y, rstd])
         }
+    }
+
+    fn column_scale(&self) -> Option<ColumnScale> {
+        Some(ColumnScale::Parameters { weight: self.weight, bias: None, offset: self.offset })
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {

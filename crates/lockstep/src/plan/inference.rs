@@ -8,10 +8,11 @@ use lockstep_planner::machine::LocalMachine;
 use serde_json::{Map, Value, json};
 
 use crate::exit::Failure;
-use crate::infer::{DtypeChoice, KvCacheChoice, threads};
+use crate::infer::{DtypeChoice, KvCacheChoice};
 use crate::output::{note, say};
 use crate::placement::{FoundModel, PlacementArguments, modules_json, table};
 use crate::quantize::QuantizedType;
+use crate::thread_count::threads;
 
 /// Tokens of a sequence if nothing else is said.
 const CONTEXT: usize = 2048;

@@ -53,6 +53,47 @@ fn quantizations_that_cannot_be_are_refused_with_code_2() {
 }
 
 #[test]
+fn scales_of_a_text_are_chosen_and_what_they_change_is_said() {
+    let workshop = Workshop::trained();
+    let quantize = |more: &[&str]| workshop.run(&[&["quantize", "--model", "hf"], more].concat());
+    let text = ["--calibration", "text.txt", "--calibration-tokens", "1000"];
+    let (to, out) = (["--to", "int4"], ["--out", "scaled"]);
+    let done = quantize(&[&to[..], &out, &text, &["--json"]].concat()).json();
+    let calibration = &done["calibration"];
+    assert_eq!((&calibration["tokens"], &calibration["unscaled"]), (&json!(960), &json!({})), "{done}");
+    let projections = calibration["projections"].as_array().unwrap();
+    let names: Vec<&str> = projections.iter().map(|of| of["name"].as_str().unwrap()).collect();
+    let attention = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"];
+    assert_eq!(names, [&attention[..], &["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]].concat());
+    let [plain, scaled] = ["error_without_scales", "error"].map(|key| calibration[key].as_f64().unwrap());
+    assert!(0.0 < scaled && scaled < plain && plain < 0.2, "{scaled} with scales, {plain} without");
+    let evaluated = workshop.run(&["eval", "--model", "scaled", "--data", "text.txt", "--json"]).json();
+    assert!(evaluated["perplexity"].as_f64().unwrap().is_finite(), "{evaluated}");
+    // One thread gives the same bits.
+    quantize(&[&to[..], &["--out", "single"], &text, &["--threads", "1"]].concat()).succeeds();
+    assert!(workshop.read("scaled/model.safetensors") == workshop.read("single/model.safetensors"));
+    // Rows of 32 are no groups of NF4, and the down projections alone are quantized.
+    let table = quantize(&[&["--to", "nf4", "--out", "nf4"][..], &text].concat()).succeeds().stdout;
+    for words in ["relative error of outputs", "mlp.down_proj", " of 2", "mean", "wrote nf4: 2 matrices"] {
+        assert!(table.contains(words), "{words:?} is not in {table}");
+    }
+}
+
+#[test]
+fn calibrations_that_cannot_be_are_refused_with_code_2() {
+    let workshop = Workshop::trained();
+    workshop.write("short.txt", "All ranks wait.");
+    let quantize = |more: &[&str]| {
+        workshop.run(&[&["quantize", "--model", "hf", "--to", "int4", "--out", "out"], more].concat())
+    };
+    quantize(&["--calibration", "no.txt"]).refuses(2, &["cannot read --calibration no.txt"]);
+    quantize(&["--calibration", "short.txt"]).refuses(2, &["15 tokens", "at least 64", "give a longer text"]);
+    quantize(&["--calibration", "text.txt", "--calibration-tokens", "63"])
+        .refuses(2, &["--calibration-tokens 63", "64"]);
+    quantize(&["--calibration-tokens", "64"]).refuses(2, &["--calibration <FILE>"]);
+}
+
+#[test]
 fn packed_models_that_are_not_read_have_code_2_and_damaged_ones_code_4() {
     let workshop = Workshop::trained();
     workshop.run(&["quantize", "--model", "hf", "--to", "int4", "--out", "packed"]).succeeds();

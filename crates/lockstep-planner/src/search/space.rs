@@ -174,13 +174,16 @@ impl Space {
     }
 
     fn experts(&self, shard: usize, context: usize, tensor: usize) -> Vec<[usize; 2]> {
-        let Facts { experts, expert_intermediate, .. } = self.facts;
+        let Facts { experts, expert_intermediate, experts_have_biases, .. } = self.facts;
         if experts == 0 {
             return vec![[1, 1]];
         }
         let mut degrees: Vec<[usize; 2]> = Vec::new();
         for expert_tensor in [1, tensor] {
-            if !expert_intermediate.is_multiple_of(expert_tensor)
+            // Each part of an expert would add its whole biases.
+            let is_cut_with_biases = expert_tensor > 1 && experts_have_biases;
+            if is_cut_with_biases
+                || !expert_intermediate.is_multiple_of(expert_tensor)
                 || degrees.iter().any(|[_, of]| *of == expert_tensor)
             {
                 continue;

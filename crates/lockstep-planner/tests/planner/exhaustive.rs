@@ -246,3 +246,17 @@ fn a_search_finds_what_looking_at_everything_finds() {
     let per_layer = found.iter().filter(|(outcome, _)| outcome.forgetting > 0).count();
     assert!(found.len() >= 8 && per_layer >= 3, "{} cases, of {per_layer} some blocks forget", found.len());
 }
+
+/// Each part of an expert would add its whole biases, so a model of such experts (gpt-oss) cannot be recorded in parts.
+#[test]
+fn experts_with_biases_are_split_whole() {
+    let model = concat!("model.path=", env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gpt_oss");
+    let settings = [model, "model.from_pretrained=false", "train.global_batch=16", "train.seq_len=64"];
+    let config = RunConfig::parse("", "a test", &settings).unwrap_or_else(|problems| panic!("{problems}"));
+    let mut planner = Planner::new(config, devices("dgx-h100", 4), Objective::Time).expect("a model");
+    let found = planner.find(1000).ranking.best;
+    assert!(found.iter().any(|found| found.value.plan.mesh.expert > 1), "no plan splits experts");
+    for found in &found {
+        assert_eq!(found.value.plan.mesh.expert_tensor, 1, "{:?}", found.value.plan.mesh);
+    }
+}

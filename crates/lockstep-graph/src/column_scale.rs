@@ -1,4 +1,4 @@
-//! What the columns of an operation's output are proportional to: parameters, or columns of an input. Scales of channels move there
+//! Proportionality of the columns of an operation's output: to parameters, or to columns of an input. Scales of channels move there
 //! (see `shared_input`).
 
 use crate::block::{ParameterIndex, Value};

@@ -99,7 +99,10 @@ impl ModelWeights {
         for parameter in &parameters {
             let Some(&id) = ids.get(parameter.name) else { continue };
             let shard = StoredShard { parameter, record: &records[id] };
-            if !shard.stays_stored(dtype) {
+            // Numbers that are quantized are neither mapped nor copied.
+            let is_quantized = matches!(parameter.stored, StoredElements::Dense(_))
+                && form.quantized_format(&records[id]).is_some();
+            if is_quantized || !shard.stays_stored(dtype) {
                 continue;
             }
             let shape = Shape::from(records[id].local_shape().as_slice());
@@ -122,34 +125,21 @@ impl ModelWeights {
                 stored[id] = Some(place.arranged(form, None, &mut copied, (arena, kernels))?);
             }
         }
-        let numbers = records.iter().enumerate().filter(|&(id, _)| {
-            is_read[id] && stored[id].is_none_or(|place| matches!(place.stored, StoredElements::Dense(_)))
-        });
+        let missing = records.iter().enumerate().filter(|&(id, _)| is_read[id] && stored[id].is_none());
         let formats: Vec<(usize, BlockFormat)> =
-            numbers.filter_map(|(id, record)| Some((id, form.quantized_format(record)?))).collect();
-        // Shards that cut blocks are converted, wherever the numbers lie.
+            missing.filter_map(|(id, record)| Some((id, form.quantized_format(record)?))).collect();
+        // Shards that cut blocks are converted.
         let is_cut = |&(id, format): &(usize, BlockFormat)| block_ranges(format, &records[id]).is_none();
         let rounded: HashMap<usize, BlockFormat> = formats.iter().copied().filter(is_cut).collect();
-        rounded.keys().for_each(|&id| stored[id] = None);
         quantize(directory, (records, &formats), form, (&mut stored, &mut copied), (arena, kernels))?;
         let mut is_converted: Vec<bool> =
             stored.iter().zip(is_read).map(|(place, is_read)| is_read && place.is_none()).collect();
         let category = MemoryCategory::Parameters;
         let converted =
             StateStore::zeros_of_selected(arena, records, |id| is_converted[id], dtype, category)?;
-        let (stored_pieces, mut sources) = (directory.stored_pieces(), Files::default());
-        let mut pieces: BTreeMap<usize, Vec<&StoredParameter<'_>>> = BTreeMap::new();
-        for piece in &stored_pieces {
-            let id = ids.get(piece.name).filter(|id| is_converted[**id] && !rounded.contains_key(*id));
-            if let Some(&id) = id {
-                sources.index(piece.file)?;
-                pieces.entry(id).or_default().push(piece);
-            }
-        }
-        for (id, pieces) in pieces {
-            let store = converted.view(ParameterId(id));
-            let map_of = |piece: &StoredParameter<'_>| sources.map(piece.file);
-            is_converted[id] = !cast_pieces(&pieces, &records[id], map_of, store, kernels);
+        let unrounded = ids.into_iter().filter(|(_, id)| is_converted[*id] && !rounded.contains_key(id));
+        for id in cast_stored(directory, (records, &unrounded.collect()), &converted, kernels)? {
+            is_converted[id] = false;
         }
         convert(directory, (records, &rounded), &is_converted, &converted)?;
         let in_files = stored.iter().flatten().filter(|place| matches!(place.source, Source::File { .. }));
@@ -356,6 +346,29 @@ fn quantize(
             Ok(())
         },
     )
+}
+
+/// Casts this rank's shards of parameters, given with their ids, from the mapped files into `store`. Returns the ids of those whose pieces are
+/// all stored as numbers.
+fn cast_stored(
+    directory: &ModelDirectory,
+    (records, ids): (&[ParameterRecord], &HashMap<&str, usize>),
+    store: &StateStore,
+    kernels: &dyn Kernels,
+) -> Result<Vec<usize>, InferError> {
+    let (stored_pieces, mut sources) = (directory.stored_pieces(), Files::default());
+    let mut pieces: BTreeMap<usize, Vec<&StoredParameter<'_>>> = BTreeMap::new();
+    for piece in &stored_pieces {
+        if let Some(&id) = ids.get(piece.name) {
+            sources.index(piece.file)?;
+            pieces.entry(id).or_default().push(piece);
+        }
+    }
+    let map_of = |piece: &StoredParameter<'_>| sources.map(piece.file);
+    let is_cast = |(id, pieces): &(usize, Vec<&StoredParameter<'_>>)| {
+        cast_pieces(pieces, &records[*id], map_of, store.view(ParameterId(*id)), kernels)
+    };
+    Ok(pieces.into_iter().filter(is_cast).map(|(id, _)| id).collect())
 }
 
 /// Reads this rank's shards of parameters into `store`: those that `is_converted` is true for. Those of `rounded` are the values of

@@ -29,7 +29,7 @@ pub(crate) struct Calibrated {
     pub(crate) report: CalibrationReport,
 }
 
-/// What the scales of a calibration change.
+/// Errors of quantized projections without and with the scales of a calibration.
 pub(crate) struct CalibrationReport {
     tokens: usize,
     /// Projections by name, as a block has them, in the order of the model.

@@ -3,6 +3,7 @@
     python benches/peers/random_model.py --shape llama-2-7b --dtype bfloat16 --out /tmp/llama-2-7b
     lockstep bench generate --model /tmp/llama-2-7b
 
+`--layers` writes fewer layers than the published model has: qwen3-30b-a3b has 1.2 GB of experts in each.
 Speed and memory do not depend on the values. The directory has no tokenizer. Tensors are written one after the other, so
 that the largest one is all that is held in memory.
 """
@@ -26,13 +27,18 @@ SHAPES = {
     "qwen3-0.6b": qwen3(1024, 3072, 28, 16),
     "qwen3-1.7b": qwen3(2048, 6144, 28, 16),
     "qwen3-4b": qwen3(2560, 9728, 36, 32),
+    "qwen3-30b-a3b": dict(
+        qwen3(2048, 6144, 48, 32), model_type="qwen3_moe", num_key_value_heads=4, tie_word_embeddings=False,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
     "llama-2-7b": dict(
         model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=32, head_dim=128, tie_word_embeddings=False, rope_theta=1e4,
         max_position_embeddings=4096, rms_norm_eps=1e-5,
     ),
 }
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
 SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -49,13 +55,17 @@ def tensors(config):
         yield block + "self_attn.k_proj.weight", [keys, hidden]
         yield block + "self_attn.v_proj.weight", [keys, hidden]
         yield block + "self_attn.o_proj.weight", [hidden, queries]
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             yield block + "self_attn.q_norm.weight", [head_dim]
             yield block + "self_attn.k_norm.weight", [head_dim]
         yield block + "post_attention_layernorm.weight", [hidden]
-        yield block + "mlp.gate_proj.weight", [inner, hidden]
-        yield block + "mlp.up_proj.weight", [inner, hidden]
-        yield block + "mlp.down_proj.weight", [hidden, inner]
+        experts, width = config.get("num_experts", 0), config.get("moe_intermediate_size")
+        if experts:
+            yield block + "mlp.gate.weight", [experts, hidden]
+        for module in [f"mlp.experts.{expert}." for expert in range(experts)] or ["mlp."]:
+            yield block + module + "gate_proj.weight", [width or inner, hidden]
+            yield block + module + "up_proj.weight", [width or inner, hidden]
+            yield block + module + "down_proj.weight", [hidden, width or inner]
     yield "model.norm.weight", [hidden]
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", [config["vocab_size"], hidden]
@@ -64,10 +74,12 @@ def tensors(config):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--layers", type=int, help="number of layers (default: those of the published model)")
     parser.add_argument("--dtype", choices=SAFETENSORS_NAMES, default="bfloat16")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     shape, dtype = SHAPES[arguments.shape], getattr(torch, arguments.dtype)
+    shape = dict(shape, num_hidden_layers=arguments.layers or shape["num_hidden_layers"])
     config = dict(
         shape, architectures=[ARCHITECTURES[shape["model_type"]]], hidden_act="silu", attention_bias=False,
         torch_dtype=arguments.dtype, bos_token_id=1, eos_token_id=2,
@@ -88,7 +100,9 @@ def main():
             if name.endswith("norm.weight"):
                 values = torch.ones(size)
             else:
-                values = torch.empty(size).uniform_(-0.03, 0.03, generator=random)
+                # Large embeddings dominate the residual stream, so that unlike tokens are routed to unlike experts.
+                bound = 1.0 if name == "model.embed_tokens.weight" and "num_experts" in config else 0.03
+                values = torch.empty(size).uniform_(-bound, bound, generator=random)
             file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
 
 

@@ -23,6 +23,16 @@ pub struct StoredParameter<'a> {
     pub first_element: usize,
 }
 
+impl StoredParameter<'_> {
+    /// Returns true if the first element lies at a multiple of its size, as kernels read numbers.
+    pub fn is_aligned(&self) -> bool {
+        match self.stored {
+            StoredElements::Dense(dtype) => self.offset.is_multiple_of(dtype.size_bytes()),
+            StoredElements::Blocks(_) => true,
+        }
+    }
+}
+
 /// Order of the rows of a stored matrix, relative to the parameter's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowOrder {

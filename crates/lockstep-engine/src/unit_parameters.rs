@@ -3,7 +3,7 @@
 //! A program refers to parameters by index. [`UnitParameters`] maps an index to the weights that kernels read and to
 //! the gradient that they contribute to.
 
-use lockstep_graph::{ParameterIndex, Parameters};
+use lockstep_graph::{ParameterIndex, Parameters, StreamedExperts};
 use lockstep_plan::ParameterId;
 use lockstep_tensor::{Matrix, View, Write};
 
@@ -26,6 +26,10 @@ impl Parameters for UnitParameters<'_> {
 
     fn matrix(&self, index: ParameterIndex) -> Matrix<'_> {
         self.weights.matrix(self.ids[index.0])
+    }
+
+    fn streamed_experts(&self, stack: ParameterIndex) -> Option<StreamedExperts<'_>> {
+        self.weights.streamed_experts(self.ids[stack.0])
     }
 
     fn exact(&self, index: ParameterIndex) -> View<'_> {

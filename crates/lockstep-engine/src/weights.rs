@@ -3,6 +3,7 @@
 //! Each pass of a unit first makes its weight source ready, and then reads every parameter unsharded: from its store,
 //! or from the pool.
 
+use lockstep_graph::StreamedExperts;
 use lockstep_plan::ParameterId;
 use lockstep_tensor::{Kernels, Matrix, View};
 
@@ -37,6 +38,11 @@ impl WeightSource for Weights<'_> {
 pub trait HeldWeights: std::fmt::Debug {
     /// Returns the weights of a parameter, which may be quantized; `None` if they are elsewhere.
     fn matrix(&self, id: ParameterId) -> Option<Matrix<'_>>;
+
+    /// Returns the matrices of a stack of experts that are read from disk one at a time; `None` for any other parameter.
+    fn streamed_experts(&self, _stack: ParameterId) -> Option<StreamedExperts<'_>> {
+        None
+    }
 }
 
 /// Weights that kernels read, by store.
@@ -77,6 +83,11 @@ impl<'a> Weights<'a> {
             return Matrix::Blocks(blocks);
         }
         self.elsewhere(id).unwrap_or_else(|| Matrix::Dense(self.view(id)))
+    }
+
+    /// Returns the matrices of a stack of experts that are read from disk one at a time.
+    pub(crate) fn streamed_experts(&self, stack: ParameterId) -> Option<StreamedExperts<'a>> {
+        self.held?.streamed_experts(stack)
     }
 
     /// Returns weights that are in no store.

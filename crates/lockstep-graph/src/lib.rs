@@ -88,7 +88,9 @@ pub use peers::{ContextPeers, GridGroups, Peers};
 pub use placement::{Placement, Split, Transfer};
 pub use program::Program;
 pub use recorder::Recorder;
-pub use replay::{Batch, InputGradients, InputObserver, Parameters, Replay, Run, Seed};
+pub use replay::{
+    Batch, ExpertSource, InputGradients, InputObserver, Parameters, Replay, Run, Seed, StreamedExperts,
+};
 pub use reports::{MAX_REPORTS, Report, ReportKind};
 pub use shapes::Shapes;
 pub use shared_input::SharedInput;

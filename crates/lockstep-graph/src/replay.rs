@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use lockstep_plan::DType;
+use lockstep_plan::{DType, ParameterId};
 use lockstep_tensor::{
     BlockGemm, Buffer, Dropout, Gemm, GemmLayout, Kernels, Matrix, PagedCache, Tensor, TokenPositions, View,
     Write,
@@ -28,6 +28,11 @@ pub trait Parameters {
     fn matrix(&self, index: ParameterIndex) -> Matrix<'_> {
         Matrix::Dense(self.weight(index))
     }
+    /// Returns the matrices of experts, if they are read from disk one at a time; such a stack has no [`Parameters::matrix`]. `None`
+    /// if the whole stack is in memory.
+    fn streamed_experts(&self, _stack: ParameterIndex) -> Option<StreamedExperts<'_>> {
+        None
+    }
     /// Returns the weight in the highest precision available.
     fn exact(&self, index: ParameterIndex) -> View<'_> {
         self.weight(index)
@@ -37,6 +42,32 @@ pub trait Parameters {
     fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write);
     /// Returns, as u32 `[tokens]`, the row of a table's gradient that each token contributes to; `None` if that is the token's id.
     fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>>;
+}
+
+/// Source of the matrices of experts, some of which are in memory and the others on disk.
+pub trait ExpertSource {
+    /// Calls `multiply` with each of the experts of a stack and its matrix `[rows, columns]`: first with those in memory, then with
+    /// the others in the order of their reads. `experts` are all experts of the layer that rows are routed to, so the matrices of the
+    /// layer's other stacks are read ahead.
+    ///
+    /// If a read fails, `multiply` is not called for that expert, and the source returns the error before the next unit runs.
+    fn for_each(&self, stack: ParameterId, experts: &[usize], multiply: &mut dyn FnMut(usize, Matrix<'_>));
+}
+
+/// A stack of experts' matrices that are read from disk one at a time.
+#[derive(Clone, Copy)]
+pub struct StreamedExperts<'a> {
+    /// Source of the matrices.
+    pub source: &'a dyn ExpertSource,
+    /// The stack.
+    pub stack: ParameterId,
+}
+
+impl StreamedExperts<'_> {
+    /// Calls `multiply` with each of the experts and its matrix; see [`ExpertSource::for_each`].
+    pub fn for_each(&self, experts: &[usize], mut multiply: impl FnMut(usize, Matrix<'_>)) {
+        self.source.for_each(self.stack, experts, &mut multiply);
+    }
 }
 
 /// Receiver of the inputs of linear layers in a forward on one rank.
@@ -252,6 +283,11 @@ impl<'a> Run<'a> {
     /// Returns this rank's shard of a weight that is multiplied or looked up, which may be quantized.
     pub fn matrix(&self, index: ParameterIndex) -> Matrix<'a> {
         self.replay.parameters.matrix(index)
+    }
+
+    /// Returns the matrices of experts, if they are read from disk one at a time.
+    pub(crate) fn streamed_experts(&self, stack: ParameterIndex) -> Option<StreamedExperts<'a>> {
+        self.replay.parameters.streamed_experts(stack)
     }
 
     /// Computes `y = x Wᵀ (+ bias)`, which is a part of a product of `rows` rows.

@@ -48,16 +48,16 @@ impl Estimate {
             let recorded = record(config, plan.dtype(), [1, tokens], HeadOutput::Logits, Places::default());
             recorded.training_flops() as f64 / 3.0
         };
-        let pass = |weights: f64, cached: f64, flops: f64| {
-            let from_disk = plan.read_bytes as f64 / rates.disk;
+        let pass = |tokens: usize, weights: f64, cached: f64, flops: f64| {
+            let from_disk = plan.read_bytes(tokens) as f64 / rates.disk;
             from_disk.max((weights + cached) / rates.memory).max(flops / rates.flops)
         };
         // Of experts a token reads some only.
         let (all, per_token) = (plan.model_bytes() as f64, flops(1));
         let read = per_token / 2.0 * plan.bytes_per_weight();
         let cached = sequences as f64 * kv_cache_bytes(config, (plan.dtype(), plan.kv_cache), context) as f64;
-        let step = pass(all.min(sequences as f64 * read), cached, sequences as f64 * per_token);
-        let prompt = pass(all, 0.0, flops(chunk));
+        let step = pass(sequences, all.min(sequences as f64 * read), cached, sequences as f64 * per_token);
+        let prompt = pass(chunk, all, 0.0, flops(chunk));
         Self { prefill_tokens_per_s: chunk as f64 / prompt, decode_tokens_per_s: sequences as f64 / step }
     }
 }

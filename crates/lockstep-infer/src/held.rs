@@ -1,4 +1,4 @@
-//! Weights under a memory limit: resident units in one buffer, and the others streamed from disk.
+//! Weights under a memory limit: resident units in one buffer, the others streamed from disk, and a cache of experts.
 //!
 //! Resident weights are read into memory past the page cache rather than mapped: a pass over streamed weights would drop
 //! mapped pages, and read them again from disk in every pass. Rows of quantized matrices are interleaved where products ask for it.
@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use lockstep_checkpoint::{RowOrder, gguf::StoredElements};
 use lockstep_engine::{EngineError, HeldWeights};
+use lockstep_graph::StreamedExperts;
 use lockstep_plan::{
     DISK_ALIGNMENT_BYTES, DType, MemoryCategory, ParameterId, aligned_buffer_bytes, booked_bytes,
 };
@@ -14,6 +15,7 @@ use lockstep_tensor::{Arena, BlockLayout, BlockMatrix, Buffer, DiskIo, DiskTraff
 
 use crate::{
     device_map::{ModelParts, WeightPlace},
+    experts::{ExpertCache, ExpertRoom},
     stream::{Stream, WeightFiles},
     unit_layout::{Extent, HeldWeight, UnitLayout},
     weight_form::{bytes_of, copy_rows, matrix_of},
@@ -34,21 +36,31 @@ pub(crate) struct HeldUnits {
     /// Byte of the resident buffer at which each parameter begins.
     starts: Vec<Option<usize>>,
     stream: Option<Stream>,
+    /// Experts that are not resident.
+    experts: Option<ExpertCache>,
+}
+
+/// Memory for weights that are not resident.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct StreamingRoom {
+    /// Buffers that streamed units pass through.
+    pub(crate) buffers: usize,
+    pub(crate) experts: ExpertRoom,
 }
 
 impl HeldUnits {
-    /// Reads the resident weights, and starts to read the first streamed units. Each unit has the layouts of its resident and of
-    /// its streamed weights.
+    /// Reads the resident weights, and starts to read the first streamed units. `resident` says for each parameter whether it stays in
+    /// memory.
     ///
     /// # Errors
     /// If memory runs out or a file cannot be read.
     pub(crate) fn load(
         parts: ModelParts,
-        layouts: Vec<[UnitLayout; 2]>,
-        buffers: usize,
+        (is_resident, room): (&[bool], StreamingRoom),
         arena: &Arena,
         kernels: &dyn Kernels,
     ) -> Result<Self, EngineError> {
+        let layouts = UnitLayout::of_units(&parts, is_resident);
         let units = layouts.len();
         let (resident, streamed): (Vec<_>, Vec<_>) = layouts.into_iter().map(<(_, _)>::from).unzip();
         let mut files = WeightFiles::open(&parts.files, DiskIo::Auto)?;
@@ -58,6 +70,7 @@ impl HeldUnits {
             starts: vec![None; parts.records.len()],
             parts,
             stream: None,
+            experts: None,
         };
         let mut end = 0;
         for layout in &resident {
@@ -69,7 +82,13 @@ impl HeldUnits {
         let streamed: Vec<_> =
             streamed.into_iter().enumerate().filter(|(_, layout)| !layout.weights.is_empty()).collect();
         if !streamed.is_empty() {
-            held.stream = Some(Stream::new(files, (streamed, units), buffers, arena)?);
+            held.stream = Some(Stream::new(files, (streamed, units), room.buffers, arena)?);
+        }
+        let mut stacks = held.parts.expert_stacks();
+        stacks.retain(|stack| !is_resident[stack.id.0]);
+        if !stacks.is_empty() {
+            let files = WeightFiles::open(&held.parts.files, DiskIo::Auto)?;
+            held.experts = Some(ExpertCache::new(files, stacks, room.experts, arena)?);
         }
         Ok(held)
     }
@@ -177,8 +196,9 @@ impl HeldUnits {
     /// Waits for the weights of a unit.
     ///
     /// # Errors
-    /// If a read fails, or the disk does not answer.
+    /// If a read fails, or the disk does not answer; for experts, at the begin of the unit after.
     pub(crate) fn begin(&mut self, kernels: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
+        self.experts.as_ref().map_or(Ok(()), ExpertCache::begin)?;
         match &mut self.stream {
             Some(stream) => stream.begin(kernels, &self.parts, unit),
             None => Ok(()),
@@ -187,11 +207,17 @@ impl HeldUnits {
 
     /// Returns the traffic of the disk since the last call.
     pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
-        self.stream.as_mut().map(Stream::take_traffic).unwrap_or_default()
+        let of_units = self.stream.as_mut().map(Stream::take_traffic).unwrap_or_default();
+        of_units + self.experts.as_ref().map(ExpertCache::take_traffic).unwrap_or_default()
     }
 }
 
 impl HeldWeights for HeldUnits {
+    fn streamed_experts(&self, stack: ParameterId) -> Option<StreamedExperts<'_>> {
+        let source = self.experts.as_ref().filter(|experts| experts.has(stack))?;
+        Some(StreamedExperts { source, stack })
+    }
+
     fn matrix(&self, id: ParameterId) -> Option<Matrix<'_>> {
         let owner = self.parts.owner(id);
         let shape = Shape::from(self.parts.records[id.0].shape.as_slice());

@@ -22,6 +22,7 @@ mod device_map;
 mod error;
 mod estimate;
 mod evaluate;
+mod experts;
 mod forward;
 mod generate;
 mod generation;

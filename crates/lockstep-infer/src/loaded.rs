@@ -120,11 +120,11 @@ impl LoadedModel {
     /// As for [`LoadedModel::open`], or if the offload directory cannot be written.
     pub fn load_placed(directory: &ModelDirectory, mut plan: InferencePlan) -> Result<Self, InferError> {
         plan.write_offloaded(directory)?;
-        let InferencePlan { parts, resident, buffers, chunk_tokens, threads, kv_cache, .. } = plan;
+        let InferencePlan { parts, resident, room, chunk_tokens, threads, kv_cache, .. } = plan;
         let (arena, dtype) = (Arena::new(), parts.dtype());
         let mut queue = queue(&arena, threads)?;
         queue.set_block_activations(parts.form().activations);
-        let weights = ModelWeights::load_placed(directory, parts, (&resident, buffers), &arena, &*queue)?;
+        let weights = ModelWeights::load_placed(directory, parts, (&resident, room), &arena, &*queue)?;
         let description = ModelDescription::of(directory)?;
         Ok(Self::of(description, weights, (dtype, kv_cache, chunk_tokens), (arena, queue), Ranks::alone()))
     }

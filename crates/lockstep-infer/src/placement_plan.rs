@@ -20,6 +20,8 @@ use crate::{
         Device, DeviceMap, Item, MemoryLimits, ModelParts, Module, Order, Placement, Role, WeightPlace,
         least_bytes, no_gpu, place, residences,
     },
+    experts::{ExpertReads, ExpertRoom, ExpertStack},
+    held::StreamingRoom,
     run_memory::{RunMemory, Workload, kv_cache_type, record},
     stream::WeightFiles,
     unit_layout::UnitLayout,
@@ -87,6 +89,8 @@ pub struct PredictedMemory {
     pub weights: u64,
     /// Buffers that streamed units pass through.
     pub streaming: u64,
+    /// Cache of the experts that are read as they are used.
+    pub experts: u64,
     /// Cached keys and values.
     pub kv_cache: u64,
     /// Values between and within blocks.
@@ -97,10 +101,11 @@ pub struct PredictedMemory {
 
 impl PredictedMemory {
     /// Returns the categories by name.
-    pub fn by_name(&self) -> [(&'static str, u64); 6] {
+    pub fn by_name(&self) -> [(&'static str, u64); 7] {
         [
             ("weights", self.weights),
             ("streaming buffers", self.streaming),
+            ("expert cache", self.experts),
             ("KV cache", self.kv_cache),
             ("activations", self.activations),
             ("workspace", self.workspace),
@@ -120,7 +125,7 @@ pub struct InferencePlan {
     pub(crate) parts: ModelParts,
     /// For each parameter, true if it stays in memory.
     pub(crate) resident: Vec<bool>,
-    pub(crate) buffers: usize,
+    pub(crate) room: StreamingRoom,
     pub(crate) threads: usize,
     /// Type of cached keys and values.
     pub kv_cache: KvCacheType,
@@ -136,10 +141,11 @@ pub struct InferencePlan {
     pub limit_bytes: u64,
     /// Least limit that would do, in bytes.
     pub least_bytes: u64,
-    /// Bytes that each pass reads from disk.
-    pub read_bytes: u64,
     /// Bytes of weights whose device is the disk.
     pub disk_bytes: u64,
+    /// Bytes that each pass reads of streamed units.
+    streamed_bytes: u64,
+    expert_reads: ExpertReads,
     offload_dir: Option<PathBuf>,
 }
 
@@ -165,7 +171,7 @@ impl InferencePlan {
         let question = Question { config: &config, request, kv_cache };
         let limit = request.limits.cpu.or_else(available_memory_bytes).unwrap_or(u64::MAX);
         let least = question.least(&parts);
-        let (resident, buffers, chunk) = match &request.map {
+        let Solution { resident, room, chunk } = match &request.map {
             MapChoice::Given { map, origin } => question.given(&parts, map, origin, limit)?,
             choice => {
                 let order = if *choice == MapChoice::Sequential { Order::Sequential } else { Order::Spread };
@@ -175,11 +181,12 @@ impl InferencePlan {
                 solved.ok_or_else(refused)?
             }
         };
-        let memory = question.memory(&parts, &resident, buffers, chunk);
+        let memory = question.memory(&parts, &resident, room, chunk);
         if memory.total() > limit {
             return Err(question.too_small(&parts, limit, memory.total(), ""));
         }
-        let plan = Self::assemble(parts, resident, (buffers, chunk), (memory, kv_cache));
+        let per_token = question.experts_per_token();
+        let plan = Self::assemble(parts, Solution { resident, room, chunk }, (memory, kv_cache), per_token);
         if let Some(disk) = request.limits.disk.filter(|&disk| disk < plan.disk_bytes) {
             return Err(InferError::DiskLimit { limit_bytes: disk, needed_bytes: plan.disk_bytes });
         }
@@ -191,12 +198,14 @@ impl InferencePlan {
 
     fn assemble(
         parts: ModelParts,
-        resident: Vec<bool>,
-        (buffers, chunk_tokens): (usize, usize),
+        Solution { resident, room, chunk: chunk_tokens }: Solution,
         (memory, kv_cache): (PredictedMemory, KvCacheType),
+        experts_per_token: usize,
     ) -> Self {
         let layouts = UnitLayout::of_units(&parts, &resident);
-        let read_bytes = layouts.iter().map(|[_, streamed]| streamed.bytes as u64).sum();
+        let streamed_bytes = layouts.iter().map(|[_, streamed]| streamed.bytes as u64).sum();
+        let stacks = stacks_on_disk(&parts, &resident);
+        let expert_reads = ExpertReads::new(&stacks, room.experts, experts_per_token);
         let on_disk = (0..resident.len()).filter(|&id| !resident[id]).map(ParameterId);
         let disk_bytes = on_disk.filter(|&id| parts.owner(id) == id).map(|id| parts.bytes(id)).sum();
         let modules = parts.rows();
@@ -211,7 +220,7 @@ impl InferencePlan {
         Self {
             parts,
             resident,
-            buffers,
+            room,
             threads,
             kv_cache,
             chunk_tokens,
@@ -220,8 +229,9 @@ impl InferencePlan {
             memory,
             limit_bytes,
             least_bytes,
-            read_bytes,
             disk_bytes,
+            streamed_bytes,
+            expert_reads,
             offload_dir,
         }
     }
@@ -255,9 +265,20 @@ impl InferencePlan {
         Ok(files.measure(bytes)?)
     }
 
-    /// Returns the number of streaming buffers; 0 if every weight is resident.
+    /// Returns the number of streaming buffers; 0 if no unit is streamed.
     pub fn buffers(&self) -> usize {
-        self.buffers
+        self.room.buffers
+    }
+
+    /// Returns the bytes that a pass of `tokens` tokens reads from disk. Of experts that are on disk they are an estimate: every expert
+    /// is as probable as any other, and the cache holds as many as it has room for.
+    pub fn read_bytes(&self, tokens: usize) -> u64 {
+        self.streamed_bytes + self.expert_reads.of_pass(tokens)
+    }
+
+    /// Returns the fraction of the experts on disk that their cache has room for; `None` if no experts are on disk.
+    pub fn cached_experts(&self) -> Option<f64> {
+        (self.expert_reads.bytes > 0).then_some(self.expert_reads.cached)
     }
 
     /// Returns the type of activations, and of weights that are numbers.
@@ -275,6 +296,22 @@ impl InferencePlan {
         let owned = self.parts.records.iter().filter(|record| record.tie.is_none());
         self.model_bytes() as f64 / owned.map(|record| record.elements()).sum::<usize>().max(1) as f64
     }
+}
+
+/// Placement of the weights, and the length of chunks.
+struct Solution {
+    /// For each parameter, true if it stays in memory.
+    resident: Vec<bool>,
+    room: StreamingRoom,
+    /// Tokens of a prompt that are computed at once.
+    chunk: usize,
+}
+
+/// Returns the stacks of experts that are read as they are used.
+fn stacks_on_disk(parts: &ModelParts, resident: &[bool]) -> Vec<ExpertStack> {
+    let mut stacks = parts.expert_stacks();
+    stacks.retain(|stack| !resident[stack.id.0]);
+    stacks
 }
 
 /// Returns the parts of a model in the form that a request asks for.
@@ -302,10 +339,28 @@ impl Question<'_> {
         RunMemory { workspace: run.workspace + Workers::booked_bytes(self.request.threads) as u64, ..run }
     }
 
+    fn experts_per_token(&self) -> usize {
+        self.config.experts().map_or(0, |experts| experts.per_token)
+    }
+
     /// Returns the least limit that would do.
     fn least(&self, parts: &ModelParts) -> u64 {
-        let (items, _) = items(parts, self.looked_up_rows());
-        self.request.process_bytes + self.run(parts, LEAST_CHUNK).total() + least_bytes(&items)
+        let stacks = parts.expert_stacks();
+        let cache = ExpertRoom::least(&stacks, self.experts_per_token()).bytes() as u64;
+        let [(all, _), (others, _)] = self.all_and_others(parts, &stacks);
+        let weights = all_resident(&all).min(least_bytes(&others) + cache);
+        self.request.process_bytes + self.run(parts, LEAST_CHUNK).total() + weights
+    }
+
+    /// Returns the items of a model, and those without stacks of experts.
+    fn all_and_others(
+        &self,
+        parts: &ModelParts,
+        stacks: &[ExpertStack],
+    ) -> [(Vec<Item>, Vec<Vec<ParameterId>>); 2] {
+        let rows = self.looked_up_rows();
+        let is_other = |id: ParameterId| stacks.iter().all(|stack| stack.id != id);
+        [items(parts, rows, |_| true), items(parts, rows, is_other)]
     }
 
     /// Returns the most rows of a table that a run looks up.
@@ -316,25 +371,38 @@ impl Question<'_> {
         }
     }
 
-    /// Returns the resident parameters, the number of buffers and the length of chunks; `None` if the limit is too small.
-    fn solve(&self, parts: &ModelParts, order: Order, limit: u64) -> Option<(Vec<bool>, usize, usize)> {
-        let (items, parameters) = items(parts, self.looked_up_rows());
+    /// Returns the best placement; `None` if the limit is too small. Unless all experts fit, they get what the other weights leave:
+    /// every token uses those, but a few of the experts.
+    fn solve(&self, parts: &ModelParts, order: Order, limit: u64) -> Option<Solution> {
+        let stacks = parts.expert_stacks();
+        let [(all, _), (others, parameters)] = self.all_and_others(parts, &stacks);
+        let least = ExpertRoom::least(&stacks, self.experts_per_token()).bytes() as u64;
         let solve = |chunk: usize| {
             let room = limit.checked_sub(self.request.process_bytes + self.run(parts, chunk).total())?;
-            Some((place(&items, room, order)?, chunk))
+            if stacks.is_empty() || all_resident(&all) <= room {
+                return Some((place(&all, room, order)?, ExpertRoom::default(), chunk));
+            }
+            let found = place(&others, room.checked_sub(least)?, order)?.without_lookups(&others);
+            let experts = ExpertRoom::for_all(&stacks).within(room - found.total_bytes(&others));
+            Some((found, experts, chunk))
         };
         let shorter = std::iter::successors(Some(CHUNK), |chunk| Some(chunk / 2));
-        let (mut placement, mut chunk) = shorter.take_while(|&chunk| chunk >= LEAST_CHUNK).find_map(solve)?;
+        let (mut placement, mut experts, mut chunk) =
+            shorter.take_while(|&chunk| chunk >= LEAST_CHUNK).find_map(solve)?;
         let more = self.run(parts, STREAMED_CHUNK).total() - self.run(parts, chunk).total();
-        if placement.buffers > 0 && chunk == CHUNK && (more as f64) < CHUNK_SHARE * limit as f64 {
-            (placement, chunk) = solve(STREAMED_CHUNK).unwrap_or((placement, chunk));
+        let reads = placement.buffers > 0 || experts.slots > 0;
+        if reads && chunk == CHUNK && (more as f64) < CHUNK_SHARE * limit as f64 {
+            (placement, experts, chunk) = solve(STREAMED_CHUNK).unwrap_or((placement, experts, chunk));
         }
         let Placement { resident: are_resident, buffers } = placement;
         let mut resident = vec![true; parts.records.len()];
         for (ids, _) in parameters.iter().zip(are_resident).filter(|(_, is_resident)| !is_resident) {
             ids.iter().for_each(|id| resident[id.0] = false);
         }
-        Some((resident, buffers, chunk))
+        if experts.slots > 0 {
+            stacks.iter().for_each(|stack| resident[stack.id.0] = false);
+        }
+        Some(Solution { resident, room: StreamingRoom { buffers, experts }, chunk })
     }
 
     /// Returns what [`Question::solve`] does, for a given map.
@@ -344,7 +412,7 @@ impl Question<'_> {
         map: &DeviceMap,
         origin: &str,
         limit: u64,
-    ) -> Result<(Vec<bool>, usize, usize), InferError> {
+    ) -> Result<Solution, InferError> {
         let refuse = |problems| InferError::DeviceMap { origin: origin.to_owned(), problems };
         let resident = residences(map, parts).map_err(refuse)?;
         let made = parts.made().filter(|id| !resident[id.0]);
@@ -358,18 +426,30 @@ impl Question<'_> {
         }
         let streamed = UnitLayout::of_units(parts, &resident);
         let streamed = streamed.iter().filter(|[_, streamed]| !streamed.weights.is_empty()).count();
-        let fits = |buffers: usize, chunk| self.memory(parts, &resident, buffers, chunk).total() <= limit;
+        let stacks = stacks_on_disk(parts, &resident);
+        let experts = ExpertRoom::least(&stacks, self.experts_per_token());
         let choices = [(3, CHUNK), (2, CHUNK), (3, LEAST_CHUNK), (2, LEAST_CHUNK)];
-        let choices = choices.map(|(buffers, chunk)| (buffers.min(streamed), chunk));
-        let fitting = choices.into_iter().find(|&(buffers, chunk)| fits(buffers, chunk));
-        let (buffers, chunk) = fitting.unwrap_or(choices[choices.len() - 1]);
-        Ok((resident, buffers, chunk))
+        let choices = choices
+            .map(|(buffers, chunk)| (StreamingRoom { buffers: buffers.min(streamed), experts }, chunk));
+        let bytes = |room, chunk| self.memory(parts, &resident, room, chunk).total();
+        let fitting = choices.into_iter().find(|&(room, chunk)| bytes(room, chunk) <= limit);
+        let (mut room, chunk) = fitting.unwrap_or(choices[choices.len() - 1]);
+        let left = limit.saturating_sub(bytes(room, chunk)) + experts.bytes() as u64;
+        room.experts = ExpertRoom::for_all(&stacks).within(left.max(experts.bytes() as u64));
+        Ok(Solution { resident, room, chunk })
     }
 
-    fn memory(&self, parts: &ModelParts, resident: &[bool], buffers: usize, chunk: usize) -> PredictedMemory {
+    fn memory(
+        &self,
+        parts: &ModelParts,
+        resident: &[bool],
+        StreamingRoom { buffers, experts }: StreamingRoom,
+        chunk: usize,
+    ) -> PredictedMemory {
         let layouts = UnitLayout::of_units(parts, resident);
         let stored: usize = layouts.iter().map(|[layout, _]| layout.resident_bytes(parts)).sum();
-        let made: u64 = parts.made().map(|id| parts.bytes(id)).sum();
+        let one_by_one = parts.one_by_one().filter(|id| resident[id.0]);
+        let made: u64 = parts.made().chain(one_by_one).map(|id| parts.bytes(id)).sum();
         let looked_up = parts.units[0].iter().filter(|id| !resident[id.0]);
         let touched: u64 = looked_up.map(|&id| touched_bytes(parts, id, self.looked_up_rows())).sum();
         let most = |bytes: fn(&UnitLayout) -> usize| {
@@ -378,7 +458,8 @@ impl Question<'_> {
         let streaming = buffers * most(|layout| layout.bytes) + most(|layout| layout.converted_bytes);
         let RunMemory { kv_cache, activations, workspace } = self.run(parts, chunk);
         let (process, weights) = (self.request.process_bytes, stored as u64 + made + touched);
-        PredictedMemory { process, weights, streaming: streaming as u64, kv_cache, activations, workspace }
+        let (streaming, experts) = (streaming as u64, experts.bytes() as u64);
+        PredictedMemory { process, weights, streaming, experts, kv_cache, activations, workspace }
     }
 
     /// Names the options with which a limit below `least` bytes would do, each with its least limit.
@@ -423,20 +504,31 @@ fn least_mib(bytes: u64) -> u64 {
     (bytes >> 20) + 2
 }
 
-/// Returns the parts of a model as the solver sees them, with the parameters of each: one for each unit. A table that an output
-/// layer is tied to belongs to the unit of that layer, which reads all of it.
-fn items(parts: &ModelParts, rows: usize) -> (Vec<Item>, Vec<Vec<ParameterId>>) {
+/// Returns the bytes of all items if all are resident.
+fn all_resident(items: &[Item]) -> u64 {
+    items.iter().map(|item| item.resident_bytes).sum()
+}
+
+/// Returns the parts of a model as the solver sees them, with the parameters of each: one for each unit, of the parameters that
+/// `is_part` selects. A table that an output layer is tied to belongs to the unit of that layer, which reads all of it.
+fn items(
+    parts: &ModelParts,
+    rows: usize,
+    is_part: impl Fn(ParameterId) -> bool,
+) -> (Vec<Item>, Vec<Vec<ParameterId>>) {
     let ids = || (0..parts.records.len()).map(ParameterId);
     let last_unit = |owner: ParameterId| {
         let readers = ids().filter(|&id| parts.owner(id) == owner);
         readers.map(|id| parts.records[id.0].unit).max().unwrap_or(0)
     };
     let mut of_unit = vec![Vec::new(); parts.units.len()];
-    ids().filter(|&id| parts.owner(id) == id).for_each(|id| of_unit[last_unit(id)].push(id));
+    let owned = ids().filter(|&id| parts.owner(id) == id && is_part(id));
+    owned.for_each(|id| of_unit[last_unit(id)].push(id));
     let item = |(unit, ids): (usize, &Vec<ParameterId>)| {
         let layout = UnitLayout::new(parts, ids.iter().copied());
         let made = ids.iter().filter(|&&id| parts.place(id) == WeightPlace::Made);
-        let made_bytes: u64 = made.clone().map(|&id| parts.bytes(id)).sum();
+        let one_by_one = ids.iter().filter(|&&id| parts.place(id) == WeightPlace::OneByOne);
+        let made_bytes: u64 = made.clone().chain(one_by_one).map(|&id| parts.bytes(id)).sum();
         let tables = ids.iter().filter(|id| parts.records[id.0].unit == 0);
         // A resident table lies with its own unit.
         let of_one_unit = ids.chunk_by(|a, b| parts.records[a.0].unit == parts.records[b.0].unit);

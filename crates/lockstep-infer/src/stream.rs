@@ -31,7 +31,7 @@ use crate::{
 /// Longest wait for a read.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Bytes of a read; a unit is read in several, so that the disk has a full queue.
-const READ_BYTES: usize = 4 << 20;
+pub(crate) const READ_BYTES: usize = 4 << 20;
 /// Reads of all buffers together; the queue keeps so many in flight without anyone polling it.
 const MOST_READS: usize = 60;
 
@@ -85,6 +85,11 @@ impl WeightFiles {
             all = all.and(read);
         }
         all
+    }
+
+    /// Returns the traffic of the disk since the last call.
+    pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
+        self.queue.take_traffic()
     }
 
     /// Measures the bandwidth of reads of the longest file: up to `bytes` of it, in reads as a stream makes them. In bytes per
@@ -220,7 +225,7 @@ impl Stream {
 
     /// Returns the traffic of the disk since the last call.
     pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
-        self.files.queue.take_traffic()
+        self.files.take_traffic()
     }
 
     /// Converts a weight of the unit in a slot, if it is not used as it is stored.

@@ -8,7 +8,7 @@
 //! file     ... | q | k | v | o | norm | ...          buffer    [ q | k | v | o | norm ]   blocks of 4096 bytes
 //! ```
 
-use std::ops::Range;
+use std::{collections::HashSet, ops::Range};
 
 use lockstep_checkpoint::{RowOrder, gguf::StoredElements};
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, ParameterId, booked_bytes};
@@ -73,7 +73,7 @@ impl UnitLayout {
                 WeightPlace::Stored { file, offset, stored, order } => {
                     Some((file, offset, (stored, order), parts.owner(id)))
                 }
-                WeightPlace::Made => None,
+                WeightPlace::OneByOne | WeightPlace::Made => None,
             })
             .collect();
         weights.sort_unstable_by_key(|&(file, offset, ..)| (file, offset));
@@ -109,12 +109,14 @@ impl UnitLayout {
     }
 
     /// Returns the layouts of the resident and of the streamed weights of each unit. A tied table is resident in the unit that owns
-    /// it, and streamed in the unit that reads all of it.
+    /// it, and streamed in the unit that reads all of it. Matrices of experts are not streamed with their units.
     pub(crate) fn of_units(parts: &ModelParts, resident: &[bool]) -> Vec<[Self; 2]> {
         let is_resident = |id: ParameterId| resident[parts.owner(id).0];
+        let stacks: HashSet<ParameterId> = parts.expert_stacks().iter().map(|stack| stack.id).collect();
         let layouts = |(unit, ids): (usize, &Vec<ParameterId>)| {
             let owned = ids.iter().copied().filter(|&id| is_resident(id) && parts.owner(id) == id);
-            let streamed = ids.iter().copied().filter(|&id| unit > 0 && !is_resident(id));
+            let streamed =
+                ids.iter().copied().filter(|&id| unit > 0 && !is_resident(id) && !stacks.contains(&id));
             [Self::new(parts, owned), Self::new(parts, streamed)]
         };
         parts.units.iter().enumerate().map(layouts).collect()

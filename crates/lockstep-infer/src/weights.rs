@@ -24,9 +24,8 @@ use lockstep_tensor::{Arena, BlockLayout, Buffer, DiskTraffic, Kernels, MappedTe
 use crate::{
     InferError,
     device_map::{ModelParts, WeightPlace},
-    held::HeldUnits,
+    held::{HeldUnits, StreamingRoom},
     stored_weights::{Source, StoredPlace, StoredShard, byte_ranges, cast_pieces, copy},
-    unit_layout::UnitLayout,
     weight_form::{WeightForm, matrix_of},
 };
 
@@ -154,8 +153,7 @@ impl ModelWeights {
     }
 
     /// Loads the weights of a model, of which `resident` says for each parameter whether it stays in memory. Those of the
-    /// first unit that do not are mapped, since only rows of their tables are read; those of other units are streamed through
-    /// `buffers` buffers.
+    /// first unit that do not are mapped, since only rows of their tables are read; those of other units are streamed.
     ///
     /// # Errors
     /// As for [`ModelWeights::load`].
@@ -165,7 +163,7 @@ impl ModelWeights {
     pub(crate) fn load_placed(
         directory: &ModelDirectory,
         parts: ModelParts,
-        (resident, buffers): (&[bool], usize),
+        (resident, room): (&[bool], StreamingRoom),
         arena: &Arena,
         kernels: &dyn Kernels,
     ) -> Result<Self, InferError> {
@@ -175,7 +173,9 @@ impl ModelWeights {
             "only weights that are stored as they are used are on disk"
         );
         let mut is_converted = vec![false; parts.records.len()];
-        let numbers = parts.made().filter(|&id| matches!(parts.elements(id), StoredElements::Dense(_)));
+        let one_by_one = parts.one_by_one().filter(|id| resident[id.0]);
+        let made = parts.made().chain(one_by_one);
+        let numbers = made.filter(|&id| matches!(parts.elements(id), StoredElements::Dense(_)));
         numbers.for_each(|id| is_converted[id.0] = true);
         let category = MemoryCategory::Parameters;
         let converted =
@@ -185,8 +185,7 @@ impl ModelWeights {
         let in_place_bytes = stored.iter().flatten().map(StoredPlace::bytes).sum();
         let mut copied = Vec::new();
         make_blocks(directory, &parts, (&mut stored, &mut copied), (arena, kernels))?;
-        let layouts = UnitLayout::of_units(&parts, resident);
-        let held = HeldUnits::load(parts, layouts, buffers, arena, kernels)?;
+        let held = HeldUnits::load(parts, (resident, room), arena, kernels)?;
         let held = Some(RefCell::new(held));
         Ok(Self { converted, files, copied, stored, in_place_bytes, held })
     }

@@ -36,6 +36,9 @@ mod quantized;
 #[path = "cache/quantized_experts.rs"]
 mod quantized_experts;
 
+#[path = "cache/streamed_experts.rs"]
+mod streamed_experts;
+
 const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;
 

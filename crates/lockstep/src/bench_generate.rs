@@ -257,7 +257,7 @@ fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> 
 /// Returns the bandwidth, in GB/s, of reads of the model's files while nothing runs; `None` if none of it is on disk.
 fn read_alone(plan: Option<&InferencePlan>) -> Result<Option<f64>, Failure> {
     const TIMED_BYTES: usize = 1 << 30;
-    let Some(plan) = plan.filter(|plan| plan.buffers() > 0) else { return Ok(None) };
+    let Some(plan) = plan.filter(|plan| plan.read_bytes(1) > 0) else { return Ok(None) };
     Ok(plan.measure_disk(TIMED_BYTES)?.map(|bytes_per_s| bytes_per_s / 1e9))
 }
 

@@ -168,19 +168,20 @@ impl PlacedModel {
 pub(crate) fn table(plan: &InferencePlan) -> Vec<String> {
     let mut rows: Vec<Row> = Vec::new();
     for ((name, device), module) in plan.map.entries().iter().zip(&plan.modules) {
-        let number = name.rsplit('.').next().and_then(|last| last.parse().ok());
         let note = module.tied_to.as_ref().map_or(String::new(), |other| format!("tied to {other}"));
+        let path = BlockPath::of(name);
         let row = Row {
+            last: path.as_ref().map(|path| path.number),
+            path,
             name: name.clone(),
-            last: number,
             device: device.to_string(),
             bytes: module.bytes,
             types: module.types.clone(),
             note,
         };
-        match rows.last_mut() {
-            Some(before) if before.continues_with(&row) => before.extend(&row),
-            _ => rows.push(row),
+        match rows.iter_mut().rev().find(|before| before.continues_with(&row)) {
+            Some(before) => before.extend(&row),
+            None => rows.push(row),
         }
     }
     let names: Vec<String> = rows.iter().map(Row::title).collect();
@@ -194,15 +195,28 @@ pub(crate) fn table(plan: &InferencePlan) -> Vec<String> {
     let mut lines = vec![heading];
     lines.extend(names.iter().zip(&rows).map(line));
     lines.push(memory_line(plan));
-    if plan.buffers() > 0 {
-        lines.push(format!(
-            "each pass reads {} from disk through {}; prompts are read {} tokens at a time",
-            human::bytes(plan.read_bytes),
-            human::plural(plan.buffers(), "buffer"),
-            plan.chunk_tokens
-        ));
-    }
+    lines.extend(reads_line(plan));
     lines
+}
+
+/// Describes the reads of a plan whose weights are not all in memory.
+fn reads_line(plan: &InferencePlan) -> Option<String> {
+    let buffers = || format!(" through {}", human::plural(plan.buffers(), "buffer"));
+    let of_units = (plan.buffers() > 0).then(buffers).unwrap_or_default();
+    let chunk = plan.chunk_tokens;
+    match plan.cached_experts() {
+        Some(cached) => Some(format!(
+            "a pass of 1 token reads about {} from disk{of_units}, one of {chunk} tokens {}: the cache has room for {:.0} % of the experts",
+            human::bytes(plan.read_bytes(1)),
+            human::bytes(plan.read_bytes(chunk)),
+            100.0 * cached,
+        )),
+        None if plan.buffers() > 0 => Some(format!(
+            "each pass reads {} from disk{of_units}; prompts are read {chunk} tokens at a time",
+            human::bytes(plan.read_bytes(chunk)),
+        )),
+        None => None,
+    }
 }
 
 fn memory_line(plan: &InferencePlan) -> String {
@@ -216,10 +230,29 @@ fn memory_line(plan: &InferencePlan) -> String {
     format!("memory {total} of {limit}: {}", parts.join(", "))
 }
 
+/// Path of a numbered module, or of a module within it: `model.layers.3`, `model.layers.3.mlp.experts`.
+#[derive(Clone, PartialEq, Eq)]
+struct BlockPath {
+    stem: String,
+    number: usize,
+    /// Module within the block; empty for the block.
+    module: String,
+}
+
+impl BlockPath {
+    fn of(name: &str) -> Option<Self> {
+        let parts: Vec<&str> = name.split('.').collect();
+        let (at, number) = parts.iter().enumerate().find_map(|(at, part)| Some((at, part.parse().ok()?)))?;
+        Some(Self { stem: parts[..at].join("."), number, module: parts[at + 1..].join(".") })
+    }
+}
+
 /// A line of the table.
 struct Row {
     name: String,
-    /// Number of the last block, if the line is of numbered ones.
+    /// Path of the first module, if the line is of numbered ones.
+    path: Option<BlockPath>,
+    /// Number of the last block.
     last: Option<usize>,
     device: String,
     bytes: u64,
@@ -229,13 +262,10 @@ struct Row {
 }
 
 impl Row {
-    fn stem(&self) -> &str {
-        self.name.rsplit_once('.').map_or("", |(stem, _)| stem)
-    }
-
     fn continues_with(&self, next: &Self) -> bool {
-        let follows = self.last.zip(next.last).is_some_and(|(last, next)| last + 1 == next);
-        follows && self.stem() == next.stem() && self.device == next.device
+        let (Some(path), Some(last), Some(found)) = (&self.path, self.last, &next.path) else { return false };
+        found.number == last + 1
+            && (&found.stem, &found.module, &next.device) == (&path.stem, &path.module, &self.device)
     }
 
     fn extend(&mut self, next: &Self) {
@@ -255,8 +285,11 @@ impl Row {
     }
 
     fn title(&self) -> String {
-        match self.last {
-            Some(last) if !self.name.ends_with(&format!(".{last}")) => format!("{} to {last}", self.name),
+        match (&self.path, self.last) {
+            (Some(BlockPath { stem, number, module }), Some(last)) if last > *number => {
+                let within = if module.is_empty() { String::new() } else { format!(": {module}") };
+                format!("{stem}.{number} to {last}{within}")
+            }
             _ => self.name.clone(),
         }
     }

@@ -1,4 +1,5 @@
-//! A linear layer for each local expert, as a grouped matrix product; with quantized weights, as a product for each expert that has rows.
+//! A linear layer for each local expert, as a grouped matrix product; with weights that are quantized or on disk, as a product for each
+//! expert that has rows.
 
 use lockstep_comm::CommError;
 use lockstep_plan::{Among, ExpertPlace, Initializer, Shard, Share, work::TaskKind};
@@ -10,7 +11,7 @@ use crate::{
     op::Op,
     ops::{expert_rows::SlotTables, linear::Linear},
     recorder::Recorder,
-    replay::{InputGradients, Run},
+    replay::{InputGradients, Run, StreamedExperts},
     work_context::{Work, WorkContext},
 };
 
@@ -77,22 +78,59 @@ impl GroupedLinear {
         run.queue().grouped_gemm(GroupedGemm { layout, a, b, c, bias, offsets, write });
     }
 
+    /// Computes the product of one expert's rows `ends[0]..ends[1]` with its matrix.
+    fn multiply_expert(
+        &self,
+        run: &Run<'_>,
+        [x, y]: [View<'_>; 2],
+        (expert, ends): (usize, &[u32]),
+        weights: Matrix<'_>,
+    ) {
+        let bias = self.bias.map(|bias| run.weight(bias).rows(expert..expert + 1));
+        match weights {
+            Matrix::Dense(b) => {
+                let ([rows, columns], offsets) =
+                    (<[usize; 2]>::from(b.shape().as_matrix()), run.flat(self.offsets));
+                let (layout, write) = (GemmLayout::NT, Write::Overwrite);
+                let (b, offsets) = (b.reshape([1, rows, columns]), offsets.rows(expert..expert + 2));
+                run.queue().grouped_gemm(GroupedGemm { layout, a: x, b, c: y, bias, offsets, write });
+            }
+            Matrix::Blocks(b) => {
+                let rows = ends[0] as usize..ends[1] as usize;
+                let bias = bias.map(|bias| bias.reshape([b.shape()[0]]));
+                run.queue().block_gemm(BlockGemm::linear(x.rows(rows.clone()), b, y.rows(rows), bias));
+            }
+        }
+    }
+
     /// Computes a product for each local expert that has rows, with quantized weights, whose experts follow each other.
-    fn multiply_blocks(&self, run: &Run<'_>, [x, y]: [View<'_>; 2], weights: BlockMatrix<'_>) {
-        let offsets = run.flat(self.offsets);
-        let mut ends = vec![0_u32; offsets.elements()];
-        offsets.read(&mut ends).wait();
-        let bias = self.bias.map(|bias| run.weight(bias));
-        let experts = ends.len() - 1;
+    fn multiply_blocks(&self, run: &Run<'_>, operands: [View<'_>; 2], weights: BlockMatrix<'_>) {
+        let ends = self.ends(run);
         let ([rows, columns], bytes) = (weights.shape(), weights.bytes());
+        let experts = ends.len() - 1;
         let (height, len) = (rows / experts, bytes.elements() / experts);
-        for (expert, ends) in ends.windows(2).enumerate().filter(|(_, ends)| ends[0] < ends[1]) {
-            let rows = ends[0] as usize..ends[1] as usize;
+        for expert in with_rows(&ends) {
             let own = bytes.rows(expert * len..(expert + 1) * len);
             let own = BlockMatrix::with_layout(weights.format(), weights.layout(), own, [height, columns]);
-            let bias = bias.map(|bias| bias.rows(expert..expert + 1).reshape([height]));
-            run.queue().block_gemm(BlockGemm::linear(x.rows(rows.clone()), own, y.rows(rows), bias));
+            self.multiply_expert(run, operands, (expert, &ends[expert..]), Matrix::Blocks(own));
         }
+    }
+
+    /// Computes a product for each local expert that has rows, with weights that are read from disk.
+    fn multiply_streamed(&self, run: &Run<'_>, operands: [View<'_>; 2], weights: StreamedExperts<'_>) {
+        let ends = self.ends(run);
+        let experts: Vec<usize> = with_rows(&ends).collect();
+        weights.for_each(&experts, |expert, matrix| {
+            self.multiply_expert(run, operands, (expert, &ends[expert..]), matrix);
+        });
+    }
+
+    /// Returns the offsets of the experts' rows on the host.
+    fn ends(&self, run: &Run<'_>) -> Vec<u32> {
+        let offsets = run.flat(self.offsets);
+        let mut ends = vec![0; offsets.elements()];
+        offsets.read(&mut ends).wait();
+        ends
     }
 
     /// Adds the sum over each expert's rows of `dy` to the gradient of its bias.
@@ -105,6 +143,11 @@ impl GroupedLinear {
             run.queue().sum_rows(dy.rows(rows), gradient.rows(expert..expert + 1));
         }
     }
+}
+
+/// Returns the experts that have rows, given the offsets of the rows of all.
+fn with_rows(ends: &[u32]) -> impl Iterator<Item = usize> {
+    ends.windows(2).enumerate().filter(|(_, ends)| ends[0] < ends[1]).map(|(expert, _)| expert)
 }
 
 impl Op for GroupedLinear {
@@ -125,6 +168,10 @@ impl Op for GroupedLinear {
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
         let [x, y] = [self.x, self.y].map(|value| run.value(value));
+        if let Some(weights) = run.streamed_experts(self.weight) {
+            self.multiply_streamed(run, [x, y], weights);
+            return Ok(());
+        }
         match run.matrix(self.weight) {
             Matrix::Dense(weights) => self.multiply(run, GemmLayout::NT, [x, weights, y], Write::Overwrite),
             Matrix::Blocks(weights) => self.multiply_blocks(run, [x, y], weights),

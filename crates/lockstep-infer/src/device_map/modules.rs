@@ -8,10 +8,13 @@ use std::{
 
 use lockstep_checkpoint::{ModelDirectory, OffloadedWeight, RowOrder, StoredParameter, gguf::StoredElements};
 use lockstep_model::{HfContent, HfMapping, RecordedModel};
-use lockstep_plan::{BlockFormat, DType, ParameterId, ParameterRecord};
+use lockstep_plan::{Among, BlockFormat, DType, ParameterId, ParameterRecord};
 use lockstep_tensor::{BlockLayout, Shape};
 
-use crate::weight_form::{WeightForm, bytes_of};
+use crate::{
+    experts::ExpertStack,
+    weight_form::{WeightForm, bytes_of},
+};
 
 /// A row of a printed map: a module that is on one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,6 +43,8 @@ pub(crate) enum WeightPlace {
         /// Order of the rows in the file.
         order: RowOrder,
     },
+    /// A stack of experts whose matrices lie in a file one by one, as the model reads them.
+    OneByOne,
     /// In another layout or type, from which they must be made.
     Made,
 }
@@ -63,6 +68,8 @@ pub(crate) struct ModelParts {
     pub(crate) tensors: Vec<Vec<String>>,
     pub(crate) files: Vec<PathBuf>,
     places: Vec<WeightPlace>,
+    /// File and first byte of each expert's matrix of the stacks that are stored [one by one](WeightPlace::OneByOne).
+    matrices: HashMap<ParameterId, Vec<(usize, u64)>>,
     /// Elements of each parameter in memory.
     elements: Vec<StoredElements>,
     /// Parameters whose file is yet to be written.
@@ -78,30 +85,92 @@ impl ModelParts {
             (0..recorded.units()).map(|unit| recorded.unit_parameters(unit).to_vec()).collect();
         let tensors = tensor_names(directory, &records);
         let is_block = |unit: usize| recorded.layer(unit).is_some();
-        let modules = modules(&units, &tensors, is_block);
+        let modules = modules(&units, &tensors, is_block, |id| is_expert_stack(&records[id.0]));
         let (files, places, assumed) = (Vec::new(), vec![WeightPlace::Made; records.len()], Vec::new());
         let elements = elements_in_memory(directory, &records, form);
-        let mut parts = Self { records, units, modules, tensors, files, places, elements, assumed, form };
+        let matrices = HashMap::new();
+        let mut parts =
+            Self { records, units, modules, tensors, files, places, matrices, elements, assumed, form };
         parts.add_stored(directory.stored_parameters());
+        parts.add_matrices(&directory.stored_pieces());
         parts
+    }
+
+    /// Returns the index of a file, which is added at its first use.
+    fn file(&mut self, path: &Path) -> usize {
+        self.files.iter().position(|file| file == path).unwrap_or_else(|| {
+            self.files.push(path.to_owned());
+            self.files.len() - 1
+        })
+    }
+
+    /// Notes the places of experts' matrices that are stored one by one.
+    fn add_matrices(&mut self, pieces: &[StoredParameter<'_>]) {
+        let mut of_stack = HashMap::<&str, Vec<&StoredParameter<'_>>>::new();
+        for piece in pieces {
+            of_stack.entry(piece.name).or_default().push(piece);
+        }
+        for id in (0..self.records.len()).map(ParameterId) {
+            let record = &self.records[id.0];
+            let [experts, rows, columns] = record.shape[..] else { continue };
+            if !is_expert_stack(record) {
+                continue;
+            }
+            let mut pieces = of_stack.remove(record.name.as_str()).unwrap_or_default();
+            pieces.sort_by_key(|piece| piece.first_element);
+            let is_matrix = |(expert, piece): (usize, &&StoredParameter<'_>)| {
+                (piece.first_element, piece.elements) == (expert * rows * columns, rows * columns)
+                    && piece.stored == self.elements[id.0]
+                    && piece.order == RowOrder::Same
+                    && piece.is_aligned()
+            };
+            let are_matrices = pieces.len() == experts && pieces.iter().enumerate().all(is_matrix);
+            if are_matrices && self.places[id.0] == WeightPlace::Made {
+                let places =
+                    pieces.iter().map(|piece| (self.file(piece.file), piece.offset as u64)).collect();
+                self.matrices.insert(id, places);
+                self.places[id.0] = WeightPlace::OneByOne;
+            }
+        }
+    }
+
+    /// Returns the stacks of experts whose matrices can be read from disk one at a time.
+    pub(crate) fn expert_stacks(&self) -> Vec<ExpertStack> {
+        let ids = (0..self.records.len()).map(ParameterId);
+        ids.filter(|&id| is_expert_stack(&self.records[id.0]))
+            .filter_map(|id| self.expert_stack(id))
+            .collect()
+    }
+
+    fn expert_stack(&self, id: ParameterId) -> Option<ExpertStack> {
+        let record = &self.records[id.0];
+        let [experts, rows, columns] = record.shape[..] else { return None };
+        let elements = self.elements[id.0];
+        let matrix_bytes = bytes_of(elements, BlockLayout::Rows, [rows, columns].into())? as u64;
+        let places = match self.places[id.0] {
+            WeightPlace::Stored { file, offset, stored, .. } if stored == elements => {
+                (0..experts as u64).map(|expert| (file, offset + expert * matrix_bytes)).collect()
+            }
+            WeightPlace::OneByOne => self.matrices[&id].clone(),
+            WeightPlace::Stored { .. } | WeightPlace::Made => return None,
+        };
+        let unit = record.unit;
+        Some(ExpertStack { id, unit, elements, shape: [rows, columns], matrix_bytes, places })
     }
 
     /// Notes the places of parameters whose stored elements the model can use, unless they are known. Parameters of the first unit
     /// are looked up in the file, so they must be there as they are in memory.
     pub(crate) fn add_stored(&mut self, stored: Vec<StoredParameter<'_>>) {
-        let ids: HashMap<&str, usize> =
-            self.records.iter().enumerate().map(|(id, record)| (record.name.as_str(), id)).collect();
-        let mut numbers = HashMap::<&Path, usize>::new();
-        let places = &mut self.places;
+        let names = self.records.iter().enumerate().map(|(id, record)| (record.name.clone(), id));
+        let ids: HashMap<String, usize> = names.collect();
         for parameter in stored {
             let Some(&id) = ids.get(parameter.name) else { continue };
             let record = &self.records[id];
             let (stored, order, elements) = (parameter.stored, parameter.order, self.elements[id]);
             let is_same = stored == elements;
             let is_readable = match (stored, elements) {
-                (StoredElements::Dense(dtype), StoredElements::Dense(_)) => {
-                    parameter.offset.is_multiple_of(dtype.size_bytes())
-                        && (is_same || order == RowOrder::Same)
+                (StoredElements::Dense(_), StoredElements::Dense(_)) => {
+                    parameter.is_aligned() && (is_same || order == RowOrder::Same)
                 }
                 _ => is_same,
             };
@@ -109,14 +178,11 @@ impl ModelParts {
                 && (order == RowOrder::Same || record.shape.len() == 2)
                 && parameter.elements == record.elements()
                 && (record.unit > 0 || (is_same && order == RowOrder::Same));
-            if !is_usable || places[id] != WeightPlace::Made {
-                continue;
+            if is_usable && self.places[id] == WeightPlace::Made {
+                let file = self.file(parameter.file);
+                self.places[id] =
+                    WeightPlace::Stored { file, offset: parameter.offset as u64, stored, order };
             }
-            let file = *numbers.entry(parameter.file).or_insert_with(|| {
-                self.files.push(parameter.file.to_owned());
-                self.files.len() - 1
-            });
-            places[id] = WeightPlace::Stored { file, offset: parameter.offset as u64, stored, order };
         }
     }
 
@@ -169,10 +235,17 @@ impl ModelParts {
         bytes_of(self.elements(id), self.layout(id), self.shape(id)).unwrap_or(0) as u64
     }
 
-    /// Returns the parameters that must be made before they can be read from disk.
+    /// Returns the parameters that must be made before they can be read from disk. Stacks of experts whose matrices are stored one by one
+    /// are made only if they are resident.
     pub(crate) fn made(&self) -> impl Iterator<Item = ParameterId> {
         let ids = (0..self.records.len()).map(ParameterId);
         ids.filter(|&id| self.records[id.0].tie.is_none() && self.places[id.0] == WeightPlace::Made)
+    }
+
+    /// Returns the stacks of experts whose matrices are stored one by one.
+    pub(crate) fn one_by_one(&self) -> impl Iterator<Item = ParameterId> {
+        let ids = (0..self.records.len()).map(ParameterId);
+        ids.filter(|&id| self.places[id.0] == WeightPlace::OneByOne)
     }
 
     /// Returns the parameters of [`ModelParts::made`] as a file is to hold them.
@@ -274,17 +347,27 @@ fn tensor_names(directory: &ModelDirectory, records: &[ParameterRecord]) -> Vec<
     records.iter().map(names).collect()
 }
 
-/// Returns the modules of the units: a block is one module; outside of blocks each module with tensors of its own.
+/// Returns true if a parameter has a matrix for each expert.
+fn is_expert_stack(record: &ParameterRecord) -> bool {
+    record.share.among == Among::Experts && record.shape.len() == 3
+}
+
+/// Returns the modules of the units: a block is one module, and the experts within it another; outside of blocks each module with tensors
+/// of its own.
 fn modules(
     units: &[Vec<ParameterId>],
     tensors: &[Vec<String>],
     is_block: impl Fn(usize) -> bool,
+    is_expert_stack: impl Fn(ParameterId) -> bool,
 ) -> Vec<ModelModule> {
     let mut modules: Vec<ModelModule> = Vec::new();
     for (unit, ids) in units.iter().enumerate() {
-        let block = is_block(unit).then(|| common_path(ids.iter().flat_map(|id| &tensors[id.0])));
+        let tensors_of = |ids: &[ParameterId]| common_path(ids.iter().flat_map(|id| &tensors[id.0]));
+        let stacks: Vec<ParameterId> = ids.iter().copied().filter(|&id| is_expert_stack(id)).collect();
+        let [block, experts] = [ids, &stacks].map(|ids| is_block(unit).then(|| tensors_of(ids)));
         for &id in ids {
             let own = || tensors[id.0].first().and_then(|tensor| Some(tensor.rsplit_once('.')?.0));
+            let block = if is_expert_stack(id) { &experts } else { &block };
             let name = block.as_deref().or_else(own).unwrap_or_default();
             match modules.iter_mut().find(|module| module.name == name) {
                 Some(module) => module.parameters.push(id),
@@ -320,7 +403,7 @@ mod tests {
         ];
         let tensors: Vec<Vec<String>> = names.map(|name| vec![name.to_owned()]).to_vec();
         let ids = |range: std::ops::Range<usize>| range.map(ParameterId).collect::<Vec<_>>();
-        let found = modules(&[ids(0..1), ids(1..3), ids(3..6)], &tensors, |unit| unit == 1);
+        let found = modules(&[ids(0..1), ids(1..3), ids(3..6)], &tensors, |unit| unit == 1, |_| false);
         let found: Vec<_> =
             found.iter().map(|module| (module.name.as_str(), module.parameters.len())).collect();
         let expected =

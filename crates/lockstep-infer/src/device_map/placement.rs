@@ -65,6 +65,14 @@ impl Placement {
         Self { resident, buffers: buffers.min(streamed) }
     }
 
+    /// Returns the placement with tables on disk whose rows are looked up, since that takes no time: their memory is of more use elsewhere.
+    pub(crate) fn without_lookups(mut self, items: &[Item]) -> Self {
+        for (resident, item) in self.resident.iter_mut().zip(items) {
+            *resident &= item.role != Role::LookedUp || item.touched_bytes >= item.resident_bytes;
+        }
+        self
+    }
+
     /// Returns the bytes of resident weights and of rows that are looked up.
     pub(crate) fn weight_bytes(&self, items: &[Item]) -> u64 {
         let bytes = |(item, &resident): (&Item, &bool)| {
@@ -89,7 +97,8 @@ impl Placement {
         streamed(items, &self.resident).map(|item| item.slot_bytes).sum()
     }
 
-    fn total_bytes(&self, items: &[Item]) -> u64 {
+    /// Returns the bytes of resident weights, rows that are looked up, and buffers.
+    pub(crate) fn total_bytes(&self, items: &[Item]) -> u64 {
         self.weight_bytes(items) + self.streaming_bytes(items)
     }
 }

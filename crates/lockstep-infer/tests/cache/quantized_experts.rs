@@ -208,7 +208,7 @@ fn quantized_experts_on_disk_change_no_bit_of_the_logits() {
             for map in [r#"{"": "disk"}"#, r#"{"": "cpu"}"#] {
                 let request = PlanRequest { quantize, ..request(map, &offload) };
                 let plan = InferencePlan::new(directory, dtype, &request).unwrap();
-                let types = &plan.modules[1].types;
+                let types = &plan.modules[2].types;
                 let is_quantized = |elements| matches!(elements, StoredElements::Blocks(_));
                 assert!(
                     types.iter().any(|&(elements, _)| is_quantized(elements)),
@@ -234,7 +234,7 @@ fn plans_count_the_bytes_of_mxfp4_experts() {
         let request = request(r#"{"": "cpu"}"#, dir.path());
         let plan = InferencePlan::new(&directory, dtype, &request).unwrap();
         let is_mxfp4 = |elements| elements == StoredElements::Blocks(BlockFormat::Mxfp4);
-        let experts = plan.modules[1].types.iter().filter(|&&(elements, _)| is_mxfp4(elements));
+        let experts = plan.modules[2].types.iter().filter(|&&(elements, _)| is_mxfp4(elements));
         let experts: u64 = experts.map(|&(_, bytes)| bytes).sum();
         assert_eq!(experts, blocks * block_bytes, "{dtype}: {:?}", plan.modules);
         let model = LoadedModel::load(&directory, LoadOptions::new(1).with_dtype(dtype)).unwrap();

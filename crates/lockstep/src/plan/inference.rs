@@ -120,7 +120,7 @@ impl Question<'_> {
         let device = &node.device;
         let dtype = if plan.dtype() == DType::BF16 { DType::BF16 } else { DType::F32 };
         let peak = device.peak_tflops.get(&dtype).copied().unwrap_or(0.1);
-        let measured = if plan.read_bytes > 0 { plan.measure_disk(TIMED_BYTES)? } else { None };
+        let measured = if plan.read_bytes(1) > 0 { plan.measure_disk(TIMED_BYTES)? } else { None };
         let disk = measured.unwrap_or(node.disk_gb_per_s * 1e9);
         let rates = Rates {
             disk,
@@ -139,7 +139,7 @@ impl Question<'_> {
             unreachable!("a generation is planned")
         };
         let fits = |sequences, context| self.plan(Workload::Generation { sequences, context }).is_ok();
-        let saved = plan.memory.weights + plan.memory.streaming;
+        let saved = plan.memory.weights + plan.memory.streaming + plan.memory.experts;
         Fitting {
             all_resident_bytes: plan.memory.total() - saved + plan.model_bytes(),
             longest_context: last_that(context, longest, |context| fits(sequences, context)),
@@ -171,7 +171,7 @@ fn document(plan: &InferencePlan, estimate: &Estimate, rates: Rates, fitting: &F
         "least_bytes": plan.least_bytes, "all_resident_bytes": fitting.all_resident_bytes,
         "longest_context": fitting.longest_context, "largest_batch": fitting.largest_batch,
         "hf_device_map": plan.map.to_json(), "modules": modules_json(plan), "model_bytes": plan.model_bytes(),
-        "disk_bytes": plan.disk_bytes, "read_bytes_per_pass": plan.read_bytes, "buffers": plan.buffers(),
+        "disk_bytes": plan.disk_bytes, "read_bytes_per_pass": plan.read_bytes(plan.chunk_tokens), "read_bytes_per_token": plan.read_bytes(1), "buffers": plan.buffers(),
         "chunk_tokens": plan.chunk_tokens, "prefill_tokens_per_s": estimate.prefill_tokens_per_s,
         "decode_tokens_per_s": estimate.decode_tokens_per_s, "disk_gb_per_s": rates.disk / 1e9,
         "memory_gb_per_s": rates.memory / 1e9, "gflops": rates.flops / 1e9,

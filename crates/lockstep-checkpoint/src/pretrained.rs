@@ -88,7 +88,11 @@ impl ModelDirectory {
 
     fn of_files(path: PathBuf, config: ModelConfig, files: TensorFiles) -> Result<Self, CheckpointError> {
         let found = files.shapes()?;
-        let import = HfMapping::new(&config)
+        let mapping = match &files {
+            TensorFiles::Gguf(model) if !model.has_single_experts() => HfMapping::with_stacks(&config),
+            _ => HfMapping::new(&config),
+        };
+        let import = mapping
             .match_checkpoint(found.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())))
             .map_err(|source| CheckpointError::DoesNotFit { dir: path.clone(), source })?;
         Ok(Self { path, config, weights: Weights::Files { files, import } })
@@ -423,6 +427,14 @@ impl ModelDirectory {
                     files.read_f32(&place.tensor, &mut stored)?;
                     values.resize(part.len(), 0.0);
                     return Ok(place.read(&stored, values)?);
+                }
+                // An expert of a stack that is one tensor.
+                let is_whole = |place: &&HfPlace| place.parameter == name && place.is_whole();
+                if let Some(place) = import.places.iter().find(is_whole) {
+                    values.resize(part.len(), 0.0);
+                    if files.read_part(&place.tensor, part.start, values)? {
+                        return Ok(());
+                    }
                 }
             }
             Weights::Tuned { .. } => {}

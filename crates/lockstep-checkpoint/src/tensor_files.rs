@@ -123,6 +123,19 @@ impl TensorFiles {
         }
     }
 
+    /// Fills `out` with the values of a tensor from element `first` on, and returns true; false if all of the tensor must be read for them.
+    pub(crate) fn read_part(
+        &self,
+        name: &str,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<bool, CheckpointError> {
+        match self {
+            Self::Gguf(model) => model.read_part(name, first, out),
+            Self::HuggingFace(_) | Self::Quantized(_) => Ok(false),
+        }
+    }
+
     /// Returns true if two tensors have the same bytes.
     pub(crate) fn are_same(&self, a: &str, b: &str) -> Result<bool, CheckpointError> {
         match self {

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use lockstep_model::{HfImport, HfMapping, HfPlace, ModelConfig};
+use lockstep_model::{HfImport, HfMapping, HfPlace, HfTransform, ModelConfig};
 use lockstep_plan::DType;
 
 use crate::{
@@ -94,7 +94,7 @@ impl ModelDirectory {
         };
         let import = mapping
             .match_checkpoint(found.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())))
-            .map_err(|source| CheckpointError::DoesNotFit { dir: path.clone(), source })?;
+            .map_err(|error| CheckpointError::DoesNotFit { dir: path.clone(), source: files.named(error) })?;
         Ok(Self { path, config, weights: Weights::Files { files, import } })
     }
 
@@ -429,10 +429,14 @@ impl ModelDirectory {
                     return Ok(place.read(&stored, values)?);
                 }
                 // An expert of a stack that is one tensor.
-                let is_whole = |place: &&HfPlace| place.parameter == name && place.is_whole();
-                if let Some(place) = import.places.iter().find(is_whole) {
+                let holds = |place: &&HfPlace| {
+                    let held = place.part();
+                    let is_within = held.start <= part.start && part.end <= held.end;
+                    place.parameter == name && place.transform == HfTransform::Same && is_within
+                };
+                if let Some(place) = import.places.iter().find(holds) {
                     values.resize(part.len(), 0.0);
-                    if files.read_part(&place.tensor, part.start, values)? {
+                    if files.read_part(&place.tensor, part.start - place.first_element, values)? {
                         return Ok(());
                     }
                 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use lockstep_model::{HfImport, HfPlace, HfTransform};
+use lockstep_model::{HfImport, HfPlace, HfTransform, ModelError};
 use lockstep_plan::DType;
 
 use crate::{
@@ -27,6 +27,18 @@ impl TensorFiles {
             }
             Self::Gguf(model) => Ok(model.shapes()),
             Self::Quantized(files) => files.shapes(),
+        }
+    }
+
+    /// Returns an error about tensors with their names in the files.
+    pub(crate) fn named(&self, error: ModelError) -> ModelError {
+        match (self, error) {
+            (Self::Gguf(model), ModelError::Checkpoint { problems }) => {
+                let named =
+                    problems.into_iter().map(|problem| problem.renamed(|name| model.stored_name(name)));
+                ModelError::Checkpoint { problems: named.collect() }
+            }
+            (_, error) => error,
         }
     }
 

@@ -4,7 +4,7 @@
 use lockstep_model::LlamaFamily;
 use serde_json::{Value, json};
 
-use super::architecture::{Keys, TensorFacts};
+use super::keys::{Keys, TensorFacts};
 
 /// Number of the softmax among the functions from a router's logits to scores (llama.cpp: `llama_expert_gating_func_type`).
 const SOFTMAX: f64 = 1.0;

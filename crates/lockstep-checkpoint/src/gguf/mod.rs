@@ -8,6 +8,7 @@ pub(crate) mod architecture;
 mod cursor;
 pub(crate) mod experts;
 mod header;
+mod keys;
 mod metadata;
 pub(crate) mod model;
 pub(crate) mod names;

@@ -12,8 +12,9 @@ use lockstep_tensor::MappedFile;
 use rayon::prelude::*;
 
 use super::{
-    architecture::{TensorFacts, architecture_of, config},
+    architecture::{architecture_of, config},
     header::{GgufHeader, GgufTensor, StoredElements, parse_gguf},
+    keys::TensorFacts,
     names::Architecture,
     tokenizer::{self, EmbeddedTokenizer},
 };
@@ -52,6 +53,7 @@ struct Place {
 /// The weights of a model, mapped.
 #[derive(Debug)]
 pub(crate) struct GgufModel {
+    architecture: &'static Architecture,
     files: Vec<GgufFile>,
     /// Tensors by Hugging Face's name.
     places: BTreeMap<String, Place>,
@@ -158,13 +160,18 @@ impl GgufModel {
         let table = config(metadata, architecture, &facts).map_err(|reason| first.invalid(reason))?;
         let config = ModelConfig::from_table(&table, &path.display().to_string())?;
         let places = places(&files, architecture, config.head_dim())?;
-        Ok((Self { files, places }, config))
+        Ok((Self { architecture, files, places }, config))
     }
 
     /// Returns the tensors' names, in Hugging Face's form, and shapes.
     pub(crate) fn shapes(&self) -> Vec<(String, Vec<usize>)> {
         let shape = |name: &str, place| Architecture::shape_of(name, &self.tensor(place).shape);
         self.places.iter().map(|(name, place)| (name.clone(), shape(name, place))).collect()
+    }
+
+    /// Returns the name in the files of a tensor in Hugging Face's form; `None` if they cannot have it.
+    pub(crate) fn stored_name(&self, name: &str) -> Option<String> {
+        self.architecture.gguf_name(name)
     }
 
     /// Returns true if an expert has tensors of its own, as in files of before llama.cpp stacked them.

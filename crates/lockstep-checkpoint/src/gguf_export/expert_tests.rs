@@ -150,6 +150,12 @@ fn files_with_a_tensor_for_each_expert_are_read() {
     let gguf = ModelDirectory::open(&path).unwrap();
     assert_eq!(gguf.config().to_json(DType::F32), hf.config().to_json(DType::F32));
     assert_same(&parameters(&gguf), &parameters(&hf), "old file");
+    let again = dir.path().join("new.gguf");
+    gguf.export_gguf(f32(), &again).unwrap();
+    let again = ModelDirectory::open(&again).unwrap();
+    assert_same(&parameters(&again), &parameters(&hf), "new file");
+    let stacks = again.stored_parameters().iter().filter(|stored| stored.name.contains(".experts.")).count();
+    assert_eq!(stacks, 6, "three stacks in each layer");
 }
 
 /// Replaces some bytes of a file with as many others, at their first place.
@@ -193,12 +199,18 @@ fn files_that_contradict_themselves_are_refused() {
             text("expert_used_count", "expert_used_cOunt"),
             "`qwen3moe.expert_used_count` is missing or no number",
         ),
-        (number("expert_feed_forward_length", 16, 17), "model.layers.0.mlp.experts.gate_proj.weight"),
+        (
+            number("expert_feed_forward_length", 16, 17),
+            "`blk.0.ffn_gate_exps.weight` has shape [6, 16, 48], the configuration demands [6, 17, 48]",
+        ),
         (
             text("blk.1.ffn_up_exps.weight", "blk.1.ffn_up_exps.weighs"),
-            "model.layers.1.mlp.experts.up_proj.weight",
+            "`blk.1.ffn_up_exps.weight` is missing",
         ),
-        (text("blk.1.ffn_gate_inp.weight", "blk.1.ffn_gate_inp.weighs"), "model.layers.1.mlp.gate.weight"),
+        (
+            text("blk.1.ffn_gate_inp.weight", "blk.1.ffn_gate_inp.weighs"),
+            "`blk.1.ffn_gate_inp.weight` is missing",
+        ),
     ] {
         assert!(message.contains(expected), "{message}; expected {expected}");
     }

@@ -9,11 +9,10 @@ use lockstep_checkpoint::{CheckpointError, DType, ModelDirectory, gguf::StoredEl
 use lockstep_infer::{InferencePlan, LoadOptions, LoadedModel, PlanRequest};
 use lockstep_plan::BlockFormat;
 use lockstep_tensor::BlockActivations;
-use serde_json::Value;
 
 use crate::{
     assert_batches_change_nothing, assert_chunks_change_nothing,
-    common::{config, random_model},
+    common::{random_model, with_experts},
     logits_of,
     placed::{assert_same_bits, request},
     quantized_experts::mxfp4_experts,
@@ -23,20 +22,6 @@ const FAMILIES: [&str; 4] = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"];
 
 fn ids() -> Vec<u32> {
     (0..24).map(|at| at * at * 7 % 260).collect()
-}
-
-/// Returns a configuration with four experts in a layer, whose matrices are whole blocks of 256.
-fn with_experts(family: &str) -> Value {
-    let mut config = config(family);
-    (config["num_local_experts"], config["num_experts_per_tok"]) = (4.into(), 2.into());
-    if family.contains("moe") {
-        config["moe_intermediate_size"] = 256.into();
-        config["norm_topk_prob"] = (family == "qwen3_moe").into();
-    }
-    if family == "qwen2_moe" {
-        config["shared_expert_intermediate_size"] = 512.into();
-    }
-    config
 }
 
 /// Writes a directory of Hugging Face, and a file with its matrices as `stored`.

@@ -1,4 +1,4 @@
-//! What a configuration is made of: the metadata of an architecture by its keys, and facts about the tensors.
+//! Sources of a configuration: the metadata of an architecture by its keys, and facts about the tensors.
 
 use super::{metadata::GgufMetadata, names::Architecture};
 

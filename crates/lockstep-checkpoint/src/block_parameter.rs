@@ -9,7 +9,8 @@ use std::{
 use lockstep_plan::BlockFormat;
 
 use crate::{
-    CheckpointError, ModelDirectory, StoredParameter, gguf::StoredElements, quantized::PackedParameter,
+    CheckpointError, ModelDirectory, RowOrder, StoredParameter, gguf::StoredElements,
+    quantized::PackedParameter,
 };
 
 /// A matrix that is stored quantized.
@@ -77,6 +78,9 @@ impl BlockParameter<'_> {
             file.read_exact(bytes)
         };
         read(&mut bytes).map_err(CheckpointError::io("read", stored.file))?;
+        if stored.order == RowOrder::Same {
+            return Ok(bytes);
+        }
         let row_bytes = bytes_of(columns).max(1);
         let row = |row: usize| &bytes[stored.order.stored_row(row) * row_bytes..][..row_bytes];
         Ok((0..bytes.len() / row_bytes).flat_map(row).copied().collect())

@@ -6,17 +6,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use lockstep_model::{HfMapping, HfTensor, LlamaConfig, LlamaFamily, RopeScaling};
+use lockstep_model::{HfMapping, HfTensor, LlamaConfig, LlamaFamily, RopeScaling, Yarn};
 use lockstep_plan::{BlockFormat, DType};
 use serde_json::Value as Json;
 
+use self::experts::put_experts;
 use crate::{
-    CheckpointError, RowOrder, convert,
+    BlockParameter, CheckpointError, RowOrder, convert,
     gguf::{
         StoredElements,
         architecture::gemma2_query_scale,
         names::Architecture,
-        rope::divisors_of,
+        rope::{divisors_of, rounds_yarn},
         tokenizer_export::{self, TokenizerSettings},
         writer::{TensorSpec, Value, write},
     },
@@ -45,8 +46,8 @@ enum Source<'a> {
 }
 
 impl ModelDirectory {
-    /// Writes the model as a GGUF file with matrices of type `stored`; vectors are f32. A matrix whose rows are no whole blocks gets q8_0,
-    /// or f16.
+    /// Writes the model as a GGUF file with matrices of type `stored`; vectors and routers are f32. A matrix whose rows are no whole blocks
+    /// gets q8_0, or f16. If the model has experts, MXFP4 is the type of these, and other matrices get q8_0.
     ///
     /// # Errors
     /// If the format cannot express the model, the file exists, or the disk is full.
@@ -77,15 +78,29 @@ impl ModelDirectory {
                 notes.lacks_tokenizer = true;
             }
         }
-        let mapping = HfMapping::new(self.config());
+        let mapping = HfMapping::with_stacks(self.config());
         let (specs, sources) =
             tensors(&mapping, config, architecture, stored, &mut notes).map_err(invalid)?;
+        let blocks = self.block_parameters();
         write(out, &metadata, &specs, |index| {
-            let values = match &sources[index] {
-                Source::Values(values) => values.clone(),
-                Source::Tensor(tensor) => self.stored_values(tensor, architecture, config)?,
+            let stored = specs[index].stored;
+            let tensor = match &sources[index] {
+                Source::Values(values) => return Ok(encode(values, stored)),
+                Source::Tensor(tensor) => tensor,
             };
-            Ok(encode(&values, specs[index].stored))
+            // Blocks of the same format are copied: another choice of their scales would change values.
+            let is_same = |blocks: &&BlockParameter<'_>| {
+                StoredElements::Blocks(blocks.format) == stored && tensor.is_whole(blocks.name)
+            };
+            match blocks.iter().find(is_same) {
+                Some(blocks) => {
+                    let columns = tensor.shape.last().copied().unwrap_or(1);
+                    let rows = blocks.blocks(columns)?;
+                    let row_bytes = rows.len() / (blocks.elements / columns).max(1);
+                    Ok(in_stored_order(tensor, (architecture, config), row_bytes, rows))
+                }
+                None => Ok(encode(&self.stored_values(tensor, architecture, config)?, stored)),
+            }
         })?;
         Ok(notes)
     }
@@ -101,16 +116,8 @@ impl ModelDirectory {
         let mut values = self.assemble(tensor, elements)?;
         let shift = architecture.shift(&tensor.name);
         values.iter_mut().filter(|_| shift != 0.0).for_each(|x| *x += shift);
-        if !architecture.is_interleaved(&tensor.name) {
-            return Ok(values);
-        }
-        let order = RowOrder::InterleavedHeads { head_dim: config.head_dim };
         let columns = elements / tensor.shape[0];
-        let mut stored = vec![0.0; elements];
-        for (row, values) in values.chunks_exact(columns).enumerate() {
-            stored[order.stored_row(row) * columns..][..columns].copy_from_slice(values);
-        }
-        Ok(stored)
+        Ok(in_stored_order(tensor, (architecture, config), columns, values))
     }
 
     /// Returns the name of the model: that of its directory.
@@ -161,6 +168,24 @@ impl ModelDirectory {
     }
 }
 
+/// Returns the rows of a tensor, of `row_len` values each, in the order of files.
+fn in_stored_order<T: Copy + Default>(
+    tensor: &HfTensor,
+    (architecture, config): (&Architecture, &LlamaConfig),
+    row_len: usize,
+    rows: Vec<T>,
+) -> Vec<T> {
+    if !architecture.is_interleaved(&tensor.name) {
+        return rows;
+    }
+    let order = RowOrder::InterleavedHeads { head_dim: config.head_dim };
+    let mut stored = vec![T::default(); rows.len()];
+    for (row, values) in rows.chunks_exact(row_len).enumerate() {
+        stored[order.stored_row(row) * row_len..][..row_len].copy_from_slice(values);
+    }
+    stored
+}
+
 /// Returns the text of a file beside another, if there is one.
 fn read_beside(path: &Path, name: &str) -> Option<String> {
     fs::read_to_string(path.with_file_name(name)).ok()
@@ -186,17 +211,39 @@ fn tensors<'a>(
         let name = architecture
             .gguf_name(&tensor.name)
             .ok_or_else(|| format!("{} has no tensor for {}", architecture.name, tensor.name))?;
-        let stored = match tensor.shape.as_slice() {
-            [_, columns] => type_for(stored, *columns),
-            _ => StoredElements::Dense(DType::F32),
+        let columns = tensor.shape.last().copied().unwrap_or(1);
+        let of_numbers = StoredElements::Dense(DType::F32);
+        let stored = match tensor.shape.len() {
+            2.. if Architecture::is_matrix(&tensor.name) => {
+                let wanted = wanted_type(stored, architecture, &tensor.name);
+                let stored = type_for(wanted, columns);
+                if stored != wanted {
+                    *notes.other_types.entry(stored.to_string()).or_default() += 1;
+                }
+                stored
+            }
+            _ => of_numbers,
         };
-        specs.push(TensorSpec { name, shape: tensor.shape.clone(), stored });
+        let shape = match Architecture::is_shared_gate(&tensor.name) {
+            true => vec![columns],
+            false => tensor.shape.clone(),
+        };
+        specs.push(TensorSpec { name, shape, stored });
         sources.push(Source::Tensor(tensor));
     }
-    for spec in specs.iter().filter(|spec| spec.shape.len() == 2 && spec.stored != stored) {
-        *notes.other_types.entry(spec.stored.to_string()).or_default() += 1;
-    }
     Ok((specs, sources))
+}
+
+/// Returns the type of a matrix that fits every width: `stored`, but q8_0 beside experts in MXFP4, as in llama.cpp's type
+/// `MOSTLY_MXFP4_MOE`.
+fn wanted_type(stored: StoredElements, architecture: &Architecture, tensor: &str) -> StoredElements {
+    let is_beside_experts = architecture.has_experts() && !Architecture::is_stack(tensor);
+    match stored {
+        StoredElements::Blocks(BlockFormat::Mxfp4) if is_beside_experts => {
+            StoredElements::Blocks(BlockFormat::Q8_0)
+        }
+        _ => stored,
+    }
 }
 
 /// Returns the type of a matrix with rows of `columns` elements.
@@ -251,14 +298,11 @@ fn model_metadata(
             put("rope.scaling.type", Value::Text("linear".to_owned()));
             put("rope.scaling.factor", Value::F32(factor as f32));
         }
-        RopeScaling::Yarn(yarn) => {
-            put("rope.scaling.type", Value::Text("yarn".to_owned()));
-            put("rope.scaling.factor", Value::F32(yarn.factor as f32));
-            put("rope.scaling.original_context_length", size(yarn.original_max_position_embeddings));
-        }
+        RopeScaling::Yarn(yarn) => put_yarn(config, &yarn, &mut put)?,
     }
     check_gemma(config)?;
     put_window(config, &mut put)?;
+    put_experts(config, &mut put)?;
     for (key, cap) in
         [("attn_logit_softcapping", config.score_cap), ("final_logit_softcapping", config.logit_cap)]
     {
@@ -267,6 +311,25 @@ fn model_metadata(
         }
     }
     Ok(metadata)
+}
+
+/// Puts the settings of YaRN.
+fn put_yarn(config: &LlamaConfig, yarn: &Yarn, put: &mut impl FnMut(&str, Value)) -> Result<(), String> {
+    let (truncate, attention) = (rounds_yarn(config.family), 1.0 + 0.1 * yarn.factor.ln());
+    if yarn.truncate != truncate {
+        return Err(format!("RoPE's truncate is {}; readers of files take {truncate}", yarn.truncate));
+    }
+    let found = config.rope.attention_factor();
+    if (found - attention).abs() > 1e-6 {
+        return Err(format!("RoPE's attention factor is {found}; readers of files take {attention}"));
+    }
+    let mut put = |key: &str, value: Value| put(&format!("rope.scaling.{key}"), value);
+    put("type", Value::Text("yarn".to_owned()));
+    put("factor", Value::F32(yarn.factor as f32));
+    put("original_context_length", Value::U32(yarn.original_max_position_embeddings as u32));
+    put("yarn_beta_fast", Value::F32(yarn.beta_fast as f32));
+    put("yarn_beta_slow", Value::F32(yarn.beta_slow as f32));
+    Ok(())
 }
 
 /// Checks that what Gemma 2's files leave out is as readers expect it.
@@ -286,7 +349,15 @@ fn check_gemma(config: &LlamaConfig) -> Result<(), String> {
 
 fn put_window(config: &LlamaConfig, put: &mut impl FnMut(&str, Value)) -> Result<(), String> {
     let Some(window) = config.sliding_window else { return Ok(()) };
-    if matches!(config.family, LlamaFamily::Llama | LlamaFamily::Qwen2 | LlamaFamily::Qwen3) {
+    let has_no_key = [
+        LlamaFamily::Llama,
+        LlamaFamily::Mixtral,
+        LlamaFamily::Qwen2,
+        LlamaFamily::Qwen3,
+        LlamaFamily::Qwen2Moe,
+        LlamaFamily::Qwen3Moe,
+    ];
+    if has_no_key.contains(&config.family) {
         return Err("it has a sliding window, for which this architecture has no key".to_owned());
     }
     put("attention.sliding_window", Value::U32(window as u32));
@@ -309,5 +380,8 @@ fn file_type(stored: StoredElements) -> u32 {
     }
 }
 
+#[cfg(test)]
+mod expert_tests;
+mod experts;
 #[cfg(test)]
 mod tests;

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use lockstep_model::{HfImport, HfMapping, HfPlace, ModelConfig};
+use lockstep_model::{HfImport, HfMapping, HfPlace, HfTransform, ModelConfig};
 use lockstep_plan::DType;
 
 use crate::{
@@ -88,9 +88,13 @@ impl ModelDirectory {
 
     fn of_files(path: PathBuf, config: ModelConfig, files: TensorFiles) -> Result<Self, CheckpointError> {
         let found = files.shapes()?;
-        let import = HfMapping::new(&config)
+        let mapping = match &files {
+            TensorFiles::Gguf(model) if !model.has_single_experts() => HfMapping::with_stacks(&config),
+            _ => HfMapping::new(&config),
+        };
+        let import = mapping
             .match_checkpoint(found.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())))
-            .map_err(|source| CheckpointError::DoesNotFit { dir: path.clone(), source })?;
+            .map_err(|error| CheckpointError::DoesNotFit { dir: path.clone(), source: files.named(error) })?;
         Ok(Self { path, config, weights: Weights::Files { files, import } })
     }
 
@@ -423,6 +427,18 @@ impl ModelDirectory {
                     files.read_f32(&place.tensor, &mut stored)?;
                     values.resize(part.len(), 0.0);
                     return Ok(place.read(&stored, values)?);
+                }
+                // An expert of a stack that is one tensor.
+                let holds = |place: &&HfPlace| {
+                    let held = place.part();
+                    let is_within = held.start <= part.start && part.end <= held.end;
+                    place.parameter == name && place.transform == HfTransform::Same && is_within
+                };
+                if let Some(place) = import.places.iter().find(holds) {
+                    values.resize(part.len(), 0.0);
+                    if files.read_part(&place.tensor, part.start - place.first_element, values)? {
+                        return Ok(());
+                    }
                 }
             }
             Weights::Tuned { .. } => {}

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use lockstep_model::{HfImport, HfPlace, HfTransform};
+use lockstep_model::{HfImport, HfPlace, HfTransform, ModelError};
 use lockstep_plan::DType;
 
 use crate::{
@@ -27,6 +27,18 @@ impl TensorFiles {
             }
             Self::Gguf(model) => Ok(model.shapes()),
             Self::Quantized(files) => files.shapes(),
+        }
+    }
+
+    /// Returns an error about tensors with their names in the files.
+    pub(crate) fn named(&self, error: ModelError) -> ModelError {
+        match (self, error) {
+            (Self::Gguf(model), ModelError::Checkpoint { problems }) => {
+                let named =
+                    problems.into_iter().map(|problem| problem.renamed(|name| model.stored_name(name)));
+                ModelError::Checkpoint { problems: named.collect() }
+            }
+            (_, error) => error,
         }
     }
 
@@ -120,6 +132,19 @@ impl TensorFiles {
             Self::HuggingFace(files) => files.read_f32(name, out),
             Self::Gguf(model) => model.read_f32(name, out),
             Self::Quantized(files) => files.read_f32(name, out),
+        }
+    }
+
+    /// Fills `out` with the values of a tensor from element `first` on, and returns true; false if all of the tensor must be read for them.
+    pub(crate) fn read_part(
+        &self,
+        name: &str,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<bool, CheckpointError> {
+        match self {
+            Self::Gguf(model) => model.read_part(name, first, out),
+            Self::HuggingFace(_) | Self::Quantized(_) => Ok(false),
         }
     }
 

@@ -109,7 +109,7 @@ impl StoredShard<'_> {
         let Self { parameter, record } = self;
         let is_readable = match parameter.stored {
             StoredElements::Dense(stored) => stored == dtype && parameter.order == RowOrder::Same,
-            StoredElements::Blocks(_) => record.shape.len() == 2,
+            StoredElements::Blocks(_) => matches!(record.shape.len(), 2 | 3),
         };
         is_readable && parameter.elements == record.elements()
     }

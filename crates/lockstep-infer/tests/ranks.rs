@@ -28,7 +28,7 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::{BlockFormat, CheckedPlan, ContextMethod, Degrees, Plan};
 use lockstep_tensor::PAGE_TOKENS;
 
-use crate::common::{config, random_model};
+use crate::common::{config, random_model, with_experts};
 
 const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 /// Prompts of unlike lengths, whose tokens are in the vocabulary of every fixture.
@@ -231,6 +231,33 @@ fn quantized_weights_are_sharded() {
                 let (held, whole) = (shard.iter().sum::<usize>(), whole.iter().sum::<usize>());
                 let most = if format == BlockFormat::Q8_0 { whole * 6 / 10 } else { whole };
                 assert!(held < most, "{model_type}-{format}: {held} of {whole} bytes");
+            }
+        }
+    }
+}
+
+/// Stacks of a GGUF file stay quantized on the ranks that hold whole experts, and where columns are whole blocks.
+#[test]
+fn quantized_experts_are_sharded() {
+    let dir = tempfile::tempdir().unwrap();
+    for model_type in ["mixtral", "qwen3_moe"] {
+        let (hf, path) = (dir.path().join(model_type), dir.path().join(format!("{model_type}.gguf")));
+        random_model(&hf, &with_experts(model_type));
+        let q8_0 = StoredElements::Blocks(BlockFormat::Q8_0);
+        ModelDirectory::open(&hf).unwrap().export_gguf(q8_0, &path).unwrap();
+        let whole: usize = LoadedModel::open(&path, 1).unwrap().weight_bytes().iter().sum();
+        let config = ModelDirectory::open(&path).unwrap().config().clone();
+        for [expert, expert_tensor] in [[2, 1], [1, 2]] {
+            let mesh = Degrees { tensor: 2, expert, expert_tensor, ..Degrees::default() };
+            let plan = Plan { mesh, ..Plan::default() };
+            assert_ranks_agree(&path, &plan, 2e-2);
+            let plan = check_plan(&config, &plan, PlannedWork::Generation).unwrap();
+            for shard in on_ranks(&path, &plan, None, LoadedModel::weight_bytes) {
+                let held = shard.iter().sum::<usize>();
+                assert!(
+                    held < whole * 6 / 10,
+                    "{model_type} {expert} {expert_tensor}: {held} of {whole} bytes"
+                );
             }
         }
     }

@@ -187,6 +187,21 @@ pub enum CheckpointProblem {
     },
 }
 
+impl CheckpointProblem {
+    /// Returns the problem with the names of tensors that `rename` returns; those without a new name keep theirs.
+    pub fn renamed(self, rename: impl Fn(&str) -> Option<String>) -> Self {
+        let rename = |name: String| rename(&name).unwrap_or(name);
+        match self {
+            Self::Missing { tensor } => Self::Missing { tensor: rename(tensor) },
+            Self::Unexpected { tensor } => Self::Unexpected { tensor: rename(tensor) },
+            Self::Duplicate { tensors } => Self::Duplicate { tensors: tensors.map(rename) },
+            Self::Shape { tensor, expected, found } => {
+                Self::Shape { tensor: rename(tensor), expected, found }
+            }
+        }
+    }
+}
+
 /// Returns the candidate most similar to `name`, if it is similar enough to be what the user meant.
 pub(crate) fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
     candidates

@@ -7,8 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
+use lockstep_plan::ParameterRecord;
+
 use crate::config::ModelConfig;
 use crate::error::{CheckpointProblem, ModelError};
+use crate::families::EXPERTS;
 use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
 use crate::model::Model;
 use crate::recorded::parameter_records;
@@ -43,8 +46,33 @@ impl HfMapping {
     /// Computes the mapping of the model that `config` describes.
     pub fn new(config: &ModelConfig) -> Self {
         let records = parameter_records(config);
-        let model = config.model();
-        let (prefix, tensors) = (model.checkpoint_prefix(), model.checkpoint_tensors(&records));
+        let tensors = config.model().checkpoint_tensors(&records);
+        Self::of(config, &records, tensors)
+    }
+
+    /// Computes the mapping of files in which a stack of experts is one tensor in the layout of the parameter, with its name: GGUF files.
+    pub fn with_stacks(config: &ModelConfig) -> Self {
+        let records = parameter_records(config);
+        let (stacks, others): (Vec<_>, Vec<_>) =
+            records.iter().cloned().partition(|record| record.name.contains(EXPERTS));
+        if stacks.is_empty() {
+            return Self::new(config);
+        }
+        let mut tensors = config.model().checkpoint_tensors(&others);
+        tensors.extend(stacks.iter().map(HfTensor::same));
+        let order: HashMap<&str, usize> =
+            records.iter().enumerate().map(|(id, record)| (record.name.as_str(), id)).collect();
+        tensors.sort_by_key(|tensor| match &tensor.content {
+            HfContent::Parameters(places) => {
+                places.first().and_then(|place| order.get(&*place.parameter).copied())
+            }
+            HfContent::Zeros => None,
+        });
+        Self::of(config, &records, tensors)
+    }
+
+    fn of(config: &ModelConfig, records: &[ParameterRecord], tensors: Vec<HfTensor>) -> Self {
+        let prefix = config.model().checkpoint_prefix();
         let tied = records
             .iter()
             .filter_map(|record| record.tie.map(|id| (record.name.clone(), records[id.0].name.clone())))

@@ -56,6 +56,16 @@ impl HfTensor {
 }
 
 impl HfTensor {
+    /// Returns true if the tensor holds the whole of one parameter, called `parameter`, in canonical order.
+    pub fn is_whole(&self, parameter: &str) -> bool {
+        match &self.content {
+            HfContent::Parameters(places) => {
+                matches!(places.as_slice(), [place] if place.parameter == parameter && place.is_whole())
+            }
+            HfContent::Zeros => false,
+        }
+    }
+
     /// Adds a place to the tensor that it names, which it creates if there is none.
     pub(crate) fn add_place(tensors: &mut Vec<Self>, place: HfPlace) {
         match tensors.iter_mut().rev().find(|tensor| tensor.name == place.tensor) {

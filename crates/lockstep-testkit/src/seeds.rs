@@ -20,7 +20,7 @@ pub fn safetensors() -> Vec<Vec<u8>> {
     vec![safetensors_file("{}", 0), safetensors_file(two, 22), safetensors_file(odd, 10)]
 }
 
-/// Returns whole GGUF files: an empty one, and one with metadata of several types, a quantized and a dense tensor.
+/// Returns whole GGUF files: an empty one, and one with metadata of several types, a quantized and a dense tensor, and a stack of experts.
 pub fn gguf() -> Vec<Vec<u8>> {
     let text = |out: &mut Vec<u8>, text: &str| {
         out.extend((text.len() as u64).to_le_bytes());
@@ -33,26 +33,30 @@ pub fn gguf() -> Vec<Vec<u8>> {
         out.extend(pairs.to_le_bytes());
         out
     };
-    let mut file = begin(2, 3);
+    let mut file = begin(3, 4);
     text(&mut file, "general.architecture");
     file.extend(8_u32.to_le_bytes());
     text(&mut file, "llama");
     text(&mut file, "general.alignment");
     file.extend([4_u32, 32].iter().flat_map(|word| word.to_le_bytes()));
+    text(&mut file, "llama.expert_count");
+    file.extend([4_u32, 3].iter().flat_map(|word| word.to_le_bytes()));
     text(&mut file, "tokenizer.ggml.tokens");
     file.extend([9_u32, 8, 2, 0].iter().flat_map(|word| word.to_le_bytes()));
     text(&mut file, "a");
     text(&mut file, "bc");
-    for (name, dims, kind, offset) in
-        [("a.weight", &[32_u64, 2][..], 8_u32, 0_u64), ("b.weight", &[3], 0, 96)]
-    {
+    for (name, dims, kind, offset) in [
+        ("a.weight", &[32_u64, 2][..], 8_u32, 0_u64),
+        ("b.weight", &[3], 0, 96),
+        ("blk.0.ffn_up_exps.weight", &[32, 2, 3], 39, 128),
+    ] {
         text(&mut file, name);
         file.extend((dims.len() as u32).to_le_bytes());
         file.extend(dims.iter().flat_map(|dim| dim.to_le_bytes()));
         file.extend(kind.to_le_bytes());
         file.extend(offset.to_le_bytes());
     }
-    file.resize(file.len().next_multiple_of(32) + 96 + 12, 1);
+    file.resize(file.len().next_multiple_of(32) + 128 + 6 * 17, 1);
     vec![begin(0, 0), file]
 }
 

@@ -50,7 +50,8 @@ pub(crate) enum Command {
         /// The GGUF file to write
         #[arg(long, value_name = "FILE", conflicts_with_all = ["hf", "adapter", "dtype"])]
         gguf: Option<PathBuf>,
-        /// Type of the matrices in the GGUF file; vectors are f32
+        /// Type of the matrices in the GGUF file; vectors and routers are f32. mxfp4 is the type of experts, if there are any, and
+        /// other matrices are q8_0
         #[arg(long = "type", value_name = "TYPE", value_enum, requires = "gguf", default_value_t = GgufType::Q8_0)]
         kind: GgufType,
         /// Write the adapter that the run has trained and not the whole model

@@ -4,56 +4,26 @@ use lockstep_model::LlamaFamily;
 use serde_json::{Map, Value, json};
 
 use super::{
+    experts::put_experts,
+    keys::{Keys, TensorFacts},
     metadata::GgufMetadata,
     names::Architecture,
     rope::{llama3_scaling, scaling},
 };
 
-/// Facts about the tensors that determine keys of the configuration.
-#[derive(Debug)]
-pub(super) struct TensorFacts {
-    /// Rows of the embedding.
-    pub(super) vocabulary: usize,
-    /// True if the output layer has a tensor of its own.
-    pub(super) has_output: bool,
-    /// True if queries have a bias.
-    pub(super) has_query_bias: bool,
-    /// True if the feed-forward layers have biases.
-    pub(super) has_feed_forward_bias: bool,
-    /// Divisors of RoPE's frequencies.
-    pub(super) rope_divisors: Option<Vec<f32>>,
-}
-
-/// Metadata of one architecture.
-struct Keys<'m> {
-    metadata: &'m GgufMetadata,
-    architecture: &'static Architecture,
-}
-
-impl Keys<'_> {
-    fn name(&self, key: &str) -> String {
-        format!("{}.{key}", self.architecture.name)
-    }
-
-    fn size(&self, key: &str) -> Result<u64, String> {
-        let name = self.name(key);
-        self.metadata.integer(&name).ok_or_else(|| format!("`{name}` is missing or no number"))
-    }
-
-    fn optional_size(&self, key: &str) -> Option<u64> {
-        self.metadata.integer(&self.name(key))
-    }
-
-    fn number(&self, key: &str) -> Option<f64> {
-        self.metadata.number(&self.name(key))
-    }
-}
-
 /// Returns the architecture that a file names.
 pub(super) fn architecture_of(metadata: &GgufMetadata) -> Result<&'static Architecture, String> {
     let name = metadata.text("general.architecture").ok_or("`general.architecture` is missing")?;
-    Architecture::find(name)
-        .ok_or_else(|| format!("its architecture is \"{name}\"; read here are {}", Architecture::names()))
+    let experts = format!("{name}.expert_count");
+    let has_experts = metadata.integer(&experts).is_some_and(|count| count > 0);
+    let mut known = Architecture::called(name).peekable();
+    if known.peek().is_none() {
+        return Err(format!("its architecture is \"{name}\"; read here are {}", Architecture::names()));
+    }
+    known.find(|architecture| architecture.has_experts() == has_experts).ok_or_else(|| match has_experts {
+        true => format!("`{experts}` is set, and models of \"{name}\" have no experts"),
+        false => format!("`{experts}` is missing or 0, and models of \"{name}\" have experts"),
+    })
 }
 
 /// Returns the configuration of a model as in `config.json`.
@@ -63,9 +33,6 @@ pub(super) fn config(
     facts: &TensorFacts,
 ) -> Result<Map<String, Value>, String> {
     let keys = Keys { metadata, architecture };
-    if keys.optional_size("expert_count").is_some_and(|experts| experts > 0) {
-        return Err("it has experts, which are read from directories of Hugging Face only".to_owned());
-    }
     let window = keys.optional_size("attention.sliding_window").filter(|window| *window > 0);
     let families = architecture.families;
     let family = if window.is_some() { families[families.len() - 1] } else { families[0] };
@@ -81,7 +48,7 @@ pub(super) fn config(
     put("model_type", json!(family.model_type()));
     put("vocab_size", json!(facts.vocabulary));
     put("hidden_size", json!(hidden_size));
-    put("intermediate_size", json!(keys.size("feed_forward_length")?));
+    put("intermediate_size", json!(feed_forward_length(&keys, family)?));
     put("num_hidden_layers", json!(keys.size("block_count")?));
     put("num_attention_heads", json!(heads));
     put("num_key_value_heads", json!(keys.optional_size("attention.head_count_kv").unwrap_or(heads)));
@@ -93,8 +60,18 @@ pub(super) fn config(
     }
     put_rope(&keys, facts, family, head_dim, &mut put)?;
     put_family(&keys, facts, family, window, &mut put)?;
+    put_experts(&keys, facts, family, &mut put)?;
     put_tokens(metadata, &mut put);
     Ok(table)
+}
+
+/// Returns the width of the feed-forward layers. gpt-oss has that of its experts under both keys; llama.cpp reads the second.
+fn feed_forward_length(keys: &Keys<'_>, family: LlamaFamily) -> Result<u64, String> {
+    let of_experts = keys.optional_size("expert_feed_forward_length");
+    match of_experts.filter(|_| family == LlamaFamily::GptOss) {
+        Some(length) => Ok(length),
+        None => keys.size("feed_forward_length"),
+    }
 }
 
 fn put_rope(
@@ -108,7 +85,7 @@ fn put_rope(
     put("rope_theta", json!(theta));
     let rope_scaling = match &facts.rope_divisors {
         Some(divisors) => llama3_scaling(divisors, theta)?,
-        None => scaling(keys.metadata, keys.architecture.name)?,
+        None => scaling(keys.metadata, keys.architecture.name, family)?,
     };
     put("rope_scaling", rope_scaling);
     let rotated = keys.optional_size("rope.dimension_count").unwrap_or(head_dim);
@@ -137,9 +114,9 @@ fn put_family(
             put("attention_bias", json!(facts.has_query_bias));
             put("mlp_bias", json!(facts.has_feed_forward_bias));
         }
-        LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
+        LlamaFamily::Qwen2 | LlamaFamily::Qwen3 | LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => {
             put("use_sliding_window", json!(false));
-            if family == LlamaFamily::Qwen3 {
+            if matches!(family, LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe) {
                 put("attention_bias", json!(facts.has_query_bias));
             }
             if window.is_some() {
@@ -159,6 +136,13 @@ fn put_family(
                 "query_pre_attn_scalar",
                 json!(gemma2_query_scale(sizes, keys.size("attention.key_length")?)),
             );
+        }
+        LlamaFamily::GptOss => {
+            let key = "attention.sliding_window_pattern";
+            if keys.optional_size(key).is_some_and(|every| every != 2) {
+                return Err(format!("`{}` is not 2, as in published models", keys.name(key)));
+            }
+            put("sliding_window", json!(window));
         }
         _ => {
             put("sliding_window", json!(window));

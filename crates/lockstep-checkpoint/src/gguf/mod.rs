@@ -1,12 +1,14 @@
 //! GGUF, the file format of llama.cpp (ggml: `docs/gguf.md`): one file with configuration, tokenizer and weights, which may be quantized
 //! in blocks.
 //!
-//! [`parse_gguf`] checks the layout of a file and reads no data. `names` and `architecture` translate tensor names and metadata to those of
+//! [`parse_gguf`] checks the layout of a file and reads no data. `names`, `architecture` and `experts` translate tensor names and metadata to those of
 //! Hugging Face, `tokenizer` makes a `tokenizer.json`, and `model` has the weights of a whole model. `writer` writes a file.
 
 pub(crate) mod architecture;
 mod cursor;
+pub(crate) mod experts;
 mod header;
+mod keys;
 mod metadata;
 pub(crate) mod model;
 pub(crate) mod names;

@@ -12,8 +12,9 @@ use lockstep_tensor::MappedFile;
 use rayon::prelude::*;
 
 use super::{
-    architecture::{TensorFacts, architecture_of, config},
+    architecture::{architecture_of, config},
     header::{GgufHeader, GgufTensor, StoredElements, parse_gguf},
+    keys::TensorFacts,
     names::Architecture,
     tokenizer::{self, EmbeddedTokenizer},
 };
@@ -23,6 +24,8 @@ use crate::{StoredParameter, convert, error::CheckpointError, stored_parameter::
 pub(crate) const EXTENSION: &str = "gguf";
 /// Tensor with the divisors of RoPE's frequencies.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
+/// End of the name of a tensor with the gates and the linear halves of experts.
+const FUSED_EXPERTS: &str = ".ffn_gate_up_exps.weight";
 /// Largest number of files of a model.
 const MAX_FILES: u64 = 10_000;
 /// Elements that a thread decodes at a time: whole blocks of every format.
@@ -50,6 +53,7 @@ struct Place {
 /// The weights of a model, mapped.
 #[derive(Debug)]
 pub(crate) struct GgufModel {
+    architecture: &'static Architecture,
     files: Vec<GgufFile>,
     /// Tensors by Hugging Face's name.
     places: BTreeMap<String, Place>,
@@ -156,12 +160,24 @@ impl GgufModel {
         let table = config(metadata, architecture, &facts).map_err(|reason| first.invalid(reason))?;
         let config = ModelConfig::from_table(&table, &path.display().to_string())?;
         let places = places(&files, architecture, config.head_dim())?;
-        Ok((Self { files, places }, config))
+        Ok((Self { architecture, files, places }, config))
     }
 
     /// Returns the tensors' names, in Hugging Face's form, and shapes.
     pub(crate) fn shapes(&self) -> Vec<(String, Vec<usize>)> {
-        self.places.iter().map(|(name, place)| (name.clone(), self.tensor(place).shape.clone())).collect()
+        let shape = |name: &str, place| Architecture::shape_of(name, &self.tensor(place).shape);
+        self.places.iter().map(|(name, place)| (name.clone(), shape(name, place))).collect()
+    }
+
+    /// Returns the name in the files of a tensor in Hugging Face's form; `None` if they cannot have it.
+    pub(crate) fn stored_name(&self, name: &str) -> Option<String> {
+        self.architecture.gguf_name(name)
+    }
+
+    /// Returns true if an expert has tensors of its own, as in files of before llama.cpp stacked them.
+    pub(crate) fn has_single_experts(&self) -> bool {
+        let mut experts = self.places.keys().filter_map(|name| name.split_once(".experts."));
+        experts.any(|(_, rest)| rest.starts_with(|first: char| first.is_ascii_digit()))
     }
 
     /// Returns the type to compute in: bf16 if most elements are quantized, else that of most elements.
@@ -182,7 +198,9 @@ impl GgufModel {
     pub(crate) fn stored(&self, name: &str) -> Option<StoredParameter<'_>> {
         let (name, place) = self.places.get_key_value(name)?;
         let tensor = self.tensor(place);
-        if place.shift != 0.0 {
+        // Kernels read routers and biases as numbers only.
+        let is_readable = matches!(tensor.stored, StoredElements::Dense(_)) || Architecture::is_matrix(name);
+        if place.shift != 0.0 || !is_readable {
             return None;
         }
         Some(StoredParameter {
@@ -208,16 +226,7 @@ impl GgufModel {
             let (tensor, count) = (name.to_owned(), out.len());
             return Err(CheckpointError::Range { tensor, start: 0, count, elements });
         }
-        let bytes = self.files[place.file].bytes(tensor);
-        match tensor.stored {
-            StoredElements::Dense(dtype) => convert::widen(dtype, bytes, out),
-            StoredElements::Blocks(format) => {
-                let task_bytes = TASK_ELEMENTS / format.block_elements() * format.block_bytes();
-                out.par_chunks_mut(TASK_ELEMENTS)
-                    .zip(bytes.par_chunks(task_bytes))
-                    .for_each(|(out, bytes)| format.dequantize(bytes, out));
-            }
-        }
+        decode(tensor.stored, self.files[place.file].bytes(tensor), out);
         if place.order != RowOrder::Same {
             let stored = out.to_vec();
             let columns = elements / tensor.shape[0].max(1);
@@ -229,6 +238,32 @@ impl GgufModel {
             out.iter_mut().for_each(|x| *x -= place.shift);
         }
         Ok(())
+    }
+
+    /// Fills `out` with the elements of a tensor from `first` on, and returns true; false if they are not whole blocks in the tensor's order.
+    ///
+    /// # Errors
+    /// If there is no such tensor, or the elements end beyond it.
+    pub(crate) fn read_part(
+        &self,
+        name: &str,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<bool, CheckpointError> {
+        let place = self.place(name)?;
+        let tensor = self.tensor(place);
+        let range = tensor.stored.row_bytes(first).zip(tensor.stored.row_bytes(out.len()));
+        let Some((start, bytes)) = range.filter(|_| place.order == RowOrder::Same && place.shift == 0.0)
+        else {
+            return Ok(false);
+        };
+        let stored = self.files[place.file].bytes(tensor);
+        let stored = start.checked_add(bytes).and_then(|end| stored.get(start..end)).ok_or_else(|| {
+            let (tensor, elements) = (name.to_owned(), tensor.shape.iter().product());
+            CheckpointError::Range { tensor, start: first, count: out.len(), elements }
+        })?;
+        decode(tensor.stored, stored, out);
+        Ok(true)
     }
 
     /// Returns the bytes of a tensor as they are stored.
@@ -261,6 +296,19 @@ impl GgufModel {
     }
 }
 
+/// Decodes stored elements to `out`.
+fn decode(stored: StoredElements, bytes: &[u8], out: &mut [f32]) {
+    match stored {
+        StoredElements::Dense(dtype) => convert::widen(dtype, bytes, out),
+        StoredElements::Blocks(format) => {
+            let task_bytes = TASK_ELEMENTS / format.block_elements() * format.block_bytes();
+            out.par_chunks_mut(TASK_ELEMENTS)
+                .zip(bytes.par_chunks(task_bytes))
+                .for_each(|(out, bytes)| format.dequantize(bytes, out));
+        }
+    }
+}
+
 fn facts(files: &[GgufFile]) -> Result<TensorFacts, String> {
     let find = |name: &str| files.iter().find_map(|file| Some((file, file.header.tensor(name)?)));
     let (_, embedding) = find("token_embd.weight").ok_or("tensor `token_embd.weight` is missing")?;
@@ -269,6 +317,14 @@ fn facts(files: &[GgufFile]) -> Result<TensorFacts, String> {
             return Err(format!("it has `{long}`, RoPE's frequencies for long contexts, which are not read"));
         }
     }
+    let tensors = || files.iter().flat_map(|file| file.header.tensors());
+    if let Some(fused) = tensors().find(|tensor| tensor.name.ends_with(FUSED_EXPERTS)) {
+        return Err(format!(
+            "it has `{}`, gates and linear halves of experts in one tensor, which are read from two only",
+            fused.name
+        ));
+    }
+    let stack = tensors().find(|tensor| tensor.name.contains("_exps.") && tensor.shape.len() == 3);
     let rope_divisors = match find(ROPE_DIVISORS) {
         None => None,
         Some((file, tensor)) if tensor.stored == StoredElements::Dense(DType::F32) => {
@@ -286,6 +342,7 @@ fn facts(files: &[GgufFile]) -> Result<TensorFacts, String> {
         has_query_bias: find("blk.0.attn_q.bias").is_some(),
         has_feed_forward_bias: find("blk.0.ffn_up.bias").is_some(),
         rope_divisors,
+        experts: stack.map(|stack| (stack.name.clone(), stack.shape[0])),
     })
 }
 

@@ -1,6 +1,6 @@
 //! RoPE settings of GGUF files: keys of the metadata, and the divisors of Llama 3's frequencies, which files store as a tensor.
 
-use lockstep_model::{Rope, RopeScaling};
+use lockstep_model::{LlamaFamily, Rope, RopeScaling};
 use serde_json::{Value, json};
 
 use super::metadata::GgufMetadata;
@@ -11,7 +11,11 @@ const CONTEXTS: [usize; 8] = [8192, 4096, 2048, 16_384, 32_768, 1024, 512, 32];
 const TOLERANCE: f32 = 1e-4;
 
 /// Returns the value of `rope_scaling` for the metadata of `architecture`; null without scaling.
-pub(super) fn scaling(metadata: &GgufMetadata, architecture: &str) -> Result<Value, String> {
+pub(super) fn scaling(
+    metadata: &GgufMetadata,
+    architecture: &str,
+    family: LlamaFamily,
+) -> Result<Value, String> {
     let key = |name: &str| format!("{architecture}.rope.scaling.{name}");
     let factor = metadata.number(&key("factor")).filter(|factor| *factor > 0.0);
     match (metadata.text(&key("type")), factor) {
@@ -20,13 +24,29 @@ pub(super) fn scaling(metadata: &GgufMetadata, architecture: &str) -> Result<Val
         (Some("yarn"), Some(factor)) => {
             let name = key("original_context_length");
             let context = metadata.integer(&name).ok_or_else(|| format!("`{name}` is missing"))?;
-            Ok(json!({"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}))
+            let mut scaling =
+                json!({"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context});
+            for beta in ["beta_fast", "beta_slow"] {
+                if let Some(number) = metadata.number(&key(&format!("yarn_{beta}"))) {
+                    scaling[beta] = json!(number);
+                }
+            }
+            if !rounds_yarn(family) {
+                scaling["truncate"] = json!(false);
+            }
+            Ok(scaling)
         }
         (Some(other), _) => Err(format!(
             "`{}` is \"{other}\"; read here are \"none\", \"linear\" and \"yarn\", with a factor",
             key("type")
         )),
     }
+}
+
+/// Returns true if YaRN rounds the ends of its band outwards, which files do not store. Published models of gpt-oss do not; llama.cpp does
+/// in all models.
+pub(crate) fn rounds_yarn(family: LlamaFamily) -> bool {
+    family != LlamaFamily::GptOss
 }
 
 /// Returns the settings of Llama 3's scaling whose divisors of the frequencies are `divisors`.

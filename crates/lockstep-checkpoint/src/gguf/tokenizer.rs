@@ -20,7 +20,7 @@ pub struct EmbeddedTokenizer {
 
 /// Rules by which a byte-level tokenizer splits text before merging: names in files, pattern, and true if a piece that is a token is not
 /// split (llama.cpp: `llama-vocab.cpp`).
-pub(crate) const SPLITS: [Split; 4] = [
+pub(crate) const SPLITS: [Split; 5] = [
     Split {
         names: &["llama-bpe", "llama3", "llama-v3"],
         patterns: &[
@@ -33,6 +33,14 @@ pub(crate) const SPLITS: [Split; 4] = [
         names: &["qwen2", "deepseek-r1-qwen"],
         patterns: &[
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+        ignores_merges: false,
+        adds_beginning: false,
+    },
+    Split {
+        names: &["gpt-4o"],
+        patterns: &[
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
         ignores_merges: false,
         adds_beginning: false,

@@ -7,12 +7,12 @@ use serde_json::json;
 use super::*;
 use crate::hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfExport, SINGLE_FILE};
 
-fn fixtures() -> PathBuf {
+pub(super) fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures")
 }
 
 /// Returns all parameters by name.
-fn parameters(model: &ModelDirectory) -> HashMap<String, Vec<f32>> {
+pub(super) fn parameters(model: &ModelDirectory) -> HashMap<String, Vec<f32>> {
     let mut parameters = HashMap::new();
     model
         .for_each_parameter(|name, values| -> Result<(), CheckpointError> {
@@ -24,7 +24,7 @@ fn parameters(model: &ModelDirectory) -> HashMap<String, Vec<f32>> {
 }
 
 #[track_caller]
-fn assert_same(found: &HashMap<String, Vec<f32>>, expected: &HashMap<String, Vec<f32>>, of: &str) {
+pub(super) fn assert_same(found: &HashMap<String, Vec<f32>>, expected: &HashMap<String, Vec<f32>>, of: &str) {
     assert_eq!(found.len(), expected.len(), "parameters of {of}");
     for (name, expected) in expected {
         let found = &found[name];
@@ -84,24 +84,33 @@ fn every_family_that_is_written_is_read_back() {
     }
 }
 
-/// Writes a directory of a model with random weights of two layers, whose matrices are whole blocks.
-fn random_model(dir: &Path, model_type: &str) -> ModelDirectory {
-    let config = json!({
+/// Writes a directory of a model with random weights of two layers, whose matrices are whole blocks. Families with experts have four in a
+/// layer.
+pub(super) fn random_model(dir: &Path, model_type: &str) -> ModelDirectory {
+    let mut config = json!({
         "model_type": model_type, "vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
         "tie_word_embeddings": model_type == "qwen3",
     });
-    let table = config.as_object().unwrap();
-    let model = ModelConfig::from_table(table, "test").unwrap();
-    let records = parameter_records(&model);
+    if model_type.contains("moe") || ["mixtral", "gpt_oss"].contains(&model_type) {
+        (config["num_local_experts"], config["num_experts_per_tok"]) = (4.into(), 2.into());
+    }
+    if model_type.contains("moe") {
+        config["moe_intermediate_size"] = 256.into();
+        config["norm_topk_prob"] = (model_type == "qwen3_moe").into();
+    }
+    if model_type == "qwen2_moe" {
+        config["shared_expert_intermediate_size"] = 512.into();
+    }
+    let mapping = HfMapping::new(&ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap());
     let values = |name: &str, shape: &[usize]| -> Vec<f32> {
         let philox = Philox::new(key_from_name(name));
         (0..shape.iter().product::<usize>() as u64).map(|index| philox.normal(index) * 0.02).collect()
     };
-    let tensors: Vec<_> = records
+    let tensors: Vec<_> = mapping
+        .tensors()
         .iter()
-        .filter(|record| record.tie.is_none())
-        .map(|record| (record.name.clone(), record.shape.clone(), values(&record.name, &record.shape)))
+        .map(|tensor| (tensor.name.clone(), tensor.shape.clone(), values(&tensor.name, &tensor.shape)))
         .collect();
     let tensors = tensors.iter().map(|(name, shape, values)| ExportTensor {
         name: name.clone(),

@@ -320,8 +320,8 @@ fn elements_in_memory(
         packed.iter().map(|packed| (packed.name, (packed.format, &packed.shape[..]))).collect();
     let of_record = |record: &ParameterRecord| {
         let stored = stored.get(record.name.as_str()).filter(|(format, elements)| {
-            let [rows, columns] = record.shape[..] else { return false };
-            rows * columns == *elements && format.bytes(columns).is_some()
+            let ([_, columns] | [_, _, columns]) = record.shape[..] else { return false };
+            record.elements() == *elements && format.bytes(columns).is_some()
         });
         let packed = packed.get(record.name.as_str()).filter(|(_, shape)| record.shape == *shape);
         let stored = stored.map(|(format, _)| *format).or_else(|| packed.map(|(format, _)| *format));

@@ -98,7 +98,7 @@ fn packed_experts(dir: &Path) -> ModelDirectory {
 }
 
 /// Writes a model whose experts have biases and are in MXFP4, as in the files of gpt-oss.
-fn mxfp4_experts(dir: &Path) -> ModelDirectory {
+pub(crate) fn mxfp4_experts(dir: &Path) -> ModelDirectory {
     let (numbers, out) = (dir.join("gpt-oss-numbers"), dir.join("gpt-oss"));
     let mut config = config("gpt_oss");
     (config["num_local_experts"], config["num_experts_per_tok"]) = (4.into(), 2.into());

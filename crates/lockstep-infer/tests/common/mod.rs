@@ -49,3 +49,17 @@ pub(crate) fn config(model_type: &str) -> Value {
         "tie_word_embeddings": model_type == "qwen3", "bos_token_id": 257, "eos_token_id": 256, "pad_token_id": null,
     })
 }
+
+/// Returns a configuration with four experts in a layer, whose matrices are whole blocks of 256.
+pub(crate) fn with_experts(family: &str) -> Value {
+    let mut config = config(family);
+    (config["num_local_experts"], config["num_experts_per_tok"]) = (4.into(), 2.into());
+    if family.contains("moe") {
+        config["moe_intermediate_size"] = 256.into();
+        config["norm_topk_prob"] = (family == "qwen3_moe").into();
+    }
+    if family == "qwen2_moe" {
+        config["shared_expert_intermediate_size"] = 512.into();
+    }
+    config
+}

@@ -1,5 +1,7 @@
 //! Models of GGUF files: quantized weights in their place, and tokenizers.
 
+mod experts;
+
 use std::fs;
 
 use lockstep_checkpoint::{DType, ModelDirectory, gguf::StoredElements};
@@ -62,7 +64,7 @@ fn a_quantized_model_has_the_logits_of_its_decoded_weights() {
 
 #[test]
 fn a_file_of_gguf_py_has_the_logits_of_transformers() {
-    for family in ["llama", "mistral", "qwen2", "qwen3", "phi3"] {
+    for family in ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe"] {
         let (ids, logits) = super::expected(family);
         let directory = ModelDirectory::open(&fixture(&format!("gguf/{family}.gguf"))).unwrap();
         let options = LoadOptions::new(1).with_dtype(DType::F32);
@@ -169,6 +171,8 @@ fn sentence_pieces() -> Value {
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+const O200K: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
 #[test]
 fn a_tokenizer_survives_the_way_through_a_file() {
     let dir = tempfile::tempdir().unwrap();
@@ -179,6 +183,7 @@ fn a_tokenizer_survives_the_way_through_a_file() {
     for (name, tokenizer, ends) in [
         ("llama3", byte_level(LLAMA3), ["<|begin|>", "<|end|>"]),
         ("qwen2", byte_level(QWEN2), ["<|begin|>", "<|end|>"]),
+        ("gpt-4o", byte_level(O200K), ["<|begin|>", "<|end|>"]),
         ("pieces", sentence_pieces(), ["<s>", "</s>"]),
     ] {
         let hf = dir.path().join(name);

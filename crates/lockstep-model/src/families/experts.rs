@@ -147,7 +147,7 @@ impl ExpertsConfig {
 }
 
 /// Part of the names of stacked expert weights that precedes the expert's number in a checkpoint.
-const EXPERTS: &str = ".experts.";
+pub(crate) const EXPERTS: &str = ".experts.";
 
 /// Returns the tensors of a parameter: one, or one per expert.
 pub(super) fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {

@@ -15,3 +15,5 @@ mod llama_files;
 mod opt;
 mod resnet;
 mod vit;
+
+pub(crate) use experts::EXPERTS;

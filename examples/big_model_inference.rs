@@ -44,7 +44,7 @@ fn generate() -> Result<(), Box<dyn std::error::Error>> {
             for ((module, device), row) in plan.map.entries().iter().zip(&plan.modules) {
                 eprintln!("{module:40} {device:5} {:>12} bytes {}", row.bytes, plan.dtype());
             }
-            eprintln!("{} bytes predicted, {} read in each pass", plan.memory.total(), plan.read_bytes);
+            eprintln!("{} bytes predicted, {} read for each token", plan.memory.total(), plan.read_bytes(1));
             LoadedModel::load_placed(&directory, plan)?
         }
     };

@@ -132,7 +132,7 @@ fn a_limit_on_experts_is_kept_and_predicted() {
             plan.map.device_of("model.layers.1.block_sparse_moe.experts.3.w1.weight"),
             Some(Device::Disk)
         );
-        assert_eq!(plan.map.device_of("model.layers.1.block_sparse_moe.gate.weight").is_some(), true);
+        assert!(plan.map.device_of("model.layers.1.block_sparse_moe.gate.weight").is_some());
         let model = LoadedModel::load_placed(&directory, plan).unwrap();
         Generator::new(&model, 40).unwrap().read(&ids()).unwrap();
         let (peak, total) = model.peak_memory();

@@ -107,11 +107,11 @@ fn experts_are_streamed_from_the_file_with_the_same_bits() {
                 let request = PlanRequest { offload_dir: None, ..request(map, dir.path()) };
                 let plan = InferencePlan::new(&directory, dtype, &request).unwrap();
                 let what = format!("{family} {format} {dtype} {map}");
-                let experts = plan.modules[1]
+                let experts = plan.modules[2]
                     .types
                     .iter()
                     .filter(|(stored, _)| *stored == StoredElements::Blocks(format));
-                assert_eq!(experts.count(), 1, "{what}: {:?}", plan.modules[1].types);
+                assert_eq!(experts.count(), 1, "{what}: {:?}", plan.modules[2].types);
                 if map == r#"{"": "cpu"}"# {
                     let (found, predicted) = (model.weight_bytes().iter().sum::<usize>(), plan.model_bytes());
                     let off = found as f64 / predicted as f64 - 1.0;

@@ -16,8 +16,9 @@ use lockstep_tensor::{Arena, BlockLayout, BlockMatrix, Buffer, DiskIo, DiskTraff
 use crate::{
     device_map::{ModelParts, WeightPlace},
     experts::{ExpertCache, ExpertRoom},
+    extent::Extent,
     stream::{Stream, WeightFiles},
-    unit_layout::{Extent, HeldWeight, UnitLayout},
+    unit_layout::{HeldWeight, UnitLayout},
     weight_form::{bytes_of, copy_rows, matrix_of},
 };
 

@@ -23,6 +23,7 @@ mod error;
 mod estimate;
 mod evaluate;
 mod experts;
+mod extent;
 mod forward;
 mod generate;
 mod generation;

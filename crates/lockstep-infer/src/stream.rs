@@ -24,7 +24,8 @@ use lockstep_tensor::{
 
 use crate::{
     device_map::ModelParts,
-    unit_layout::{Extent, HeldWeight, UnitLayout},
+    extent::Extent,
+    unit_layout::{HeldWeight, UnitLayout},
     weight_form::{copy_rows, matrix_of},
 };
 

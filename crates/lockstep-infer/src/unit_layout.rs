@@ -8,36 +8,19 @@
 //! file     ... | q | k | v | o | norm | ...          buffer    [ q | k | v | o | norm ]   blocks of 4096 bytes
 //! ```
 
-use std::{collections::HashSet, ops::Range};
+use std::collections::HashSet;
 
 use lockstep_checkpoint::{RowOrder, gguf::StoredElements};
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, ParameterId, booked_bytes};
 use lockstep_tensor::BlockLayout;
 
-use crate::device_map::{ModelParts, WeightPlace};
+use crate::{
+    device_map::{ModelParts, WeightPlace},
+    extent::Extent,
+};
 
 /// Bytes between two tensors that are read along with them rather than in two reads.
 const LONGEST_GAP_BYTES: u64 = 64 << 10;
-
-/// Range of a file, and its place in the buffer. All are multiples of the block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Extent {
-    pub(crate) file: usize,
-    pub(crate) offset: u64,
-    pub(crate) bytes: usize,
-    /// Byte of the buffer at which the extent begins.
-    pub(crate) start: usize,
-}
-
-impl Extent {
-    /// Returns the blocks of the disk that hold a range of a file, at the begin of a buffer.
-    pub(crate) fn of(file: usize, range: Range<u64>) -> Self {
-        let block = DISK_ALIGNMENT_BYTES as u64;
-        let offset = range.start / block * block;
-        let bytes = (range.end.next_multiple_of(block) - offset) as usize;
-        Self { file, offset, bytes, start: 0 }
-    }
-}
 
 /// Place of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

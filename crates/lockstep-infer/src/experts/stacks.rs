@@ -5,7 +5,7 @@ use std::ops::Range;
 use lockstep_checkpoint::gguf::StoredElements;
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, ParameterId};
 
-use crate::unit_layout::Extent;
+use crate::extent::Extent;
 
 /// Bytes of slots that a scan fills ahead of use.
 const WINDOW_BYTES: usize = 512 << 20;

@@ -50,7 +50,7 @@ pub(crate) struct StreamingRoom {
 }
 
 impl HeldUnits {
-    /// Reads the resident weights, and starts to read the first streamed units. `resident` says for each parameter whether it stays in
+    /// Reads the resident weights, and starts to read the first streamed units. `is_resident` says for each parameter whether it stays in
     /// memory.
     ///
     /// # Errors
@@ -85,8 +85,7 @@ impl HeldUnits {
         if !streamed.is_empty() {
             held.stream = Some(Stream::new(files, (streamed, units), room.buffers, arena)?);
         }
-        let mut stacks = held.parts.expert_stacks();
-        stacks.retain(|stack| !is_resident[stack.id.0]);
+        let stacks = held.parts.expert_stacks_on_disk(is_resident);
         if !stacks.is_empty() {
             let files = WeightFiles::open(&held.parts.files, DiskIo::Auto)?;
             held.experts = Some(ExpertCache::new(files, stacks, room.experts, arena)?);

@@ -204,7 +204,7 @@ impl InferencePlan {
     ) -> Self {
         let layouts = UnitLayout::of_units(&parts, &resident);
         let streamed_bytes = layouts.iter().map(|[_, streamed]| streamed.bytes as u64).sum();
-        let stacks = stacks_on_disk(&parts, &resident);
+        let stacks = parts.expert_stacks_on_disk(&resident);
         let expert_reads = ExpertReads::new(&stacks, room.experts, experts_per_token);
         let on_disk = (0..resident.len()).filter(|&id| !resident[id]).map(ParameterId);
         let disk_bytes = on_disk.filter(|&id| parts.owner(id) == id).map(|id| parts.bytes(id)).sum();
@@ -305,13 +305,6 @@ struct Solution {
     room: StreamingRoom,
     /// Tokens of a prompt that are computed at once.
     chunk: usize,
-}
-
-/// Returns the stacks of experts that are read as they are used.
-fn stacks_on_disk(parts: &ModelParts, resident: &[bool]) -> Vec<ExpertStack> {
-    let mut stacks = parts.expert_stacks();
-    stacks.retain(|stack| !resident[stack.id.0]);
-    stacks
 }
 
 /// Returns the parts of a model in the form that a request asks for.
@@ -426,7 +419,7 @@ impl Question<'_> {
         }
         let streamed = UnitLayout::of_units(parts, &resident);
         let streamed = streamed.iter().filter(|[_, streamed]| !streamed.weights.is_empty()).count();
-        let stacks = stacks_on_disk(parts, &resident);
+        let stacks = parts.expert_stacks_on_disk(&resident);
         let experts = ExpertRoom::least(&stacks, self.experts_per_token());
         let choices = [(3, CHUNK), (2, CHUNK), (3, LEAST_CHUNK), (2, LEAST_CHUNK)];
         let choices = choices

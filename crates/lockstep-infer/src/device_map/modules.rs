@@ -142,6 +142,13 @@ impl ModelParts {
             .collect()
     }
 
+    /// Returns those of [`ModelParts::expert_stacks`] that are not resident, which are read as they are used.
+    pub(crate) fn expert_stacks_on_disk(&self, is_resident: &[bool]) -> Vec<ExpertStack> {
+        let mut stacks = self.expert_stacks();
+        stacks.retain(|stack| !is_resident[stack.id.0]);
+        stacks
+    }
+
     fn expert_stack(&self, id: ParameterId) -> Option<ExpertStack> {
         let record = &self.records[id.0];
         let [experts, rows, columns] = record.shape[..] else { return None };

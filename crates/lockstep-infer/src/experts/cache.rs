@@ -4,7 +4,7 @@ use std::{cell::RefCell, collections::HashMap};
 
 use lockstep_engine::EngineError;
 use lockstep_graph::ExpertSource;
-use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory, ParameterId, aligned_buffer_bytes};
+use lockstep_plan::{MemoryCategory, ParameterId, aligned_buffer_bytes};
 use lockstep_tensor::{Arena, BlockLayout, Buffer, DiskError, DiskTraffic, Matrix, Shape, Ticket};
 
 use super::{
@@ -136,8 +136,7 @@ impl State {
     fn start_read(&mut self, slot: usize, (stack, expert): MatrixId) -> Result<(), DiskError> {
         let before = self.files.finish(&mut self.reads[slot]);
         let extent = self.stacks[stack].extent(expert);
-        let read_bytes = READ_BYTES.next_multiple_of(DISK_ALIGNMENT_BYTES);
-        self.reads[slot] = self.files.start(&[extent], &mut self.memory, slot * self.slot_bytes, read_bytes);
+        self.reads[slot] = self.files.start(&[extent], &mut self.memory, slot * self.slot_bytes, READ_BYTES);
         before
     }
 

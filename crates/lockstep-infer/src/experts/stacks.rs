@@ -1,7 +1,5 @@
 //! Stacks of experts' matrices that can be read one matrix at a time: places in files, and sizes.
 
-use std::ops::Range;
-
 use lockstep_checkpoint::gguf::StoredElements;
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, ParameterId};
 
@@ -28,16 +26,12 @@ impl ExpertStack {
     /// Returns the blocks of the disk that hold the matrix of an expert.
     pub(crate) fn extent(&self, expert: usize) -> Extent {
         let (file, offset) = self.places[expert];
-        Extent::of(file, self.range(offset))
+        Extent::of(file, offset..offset + self.matrix_bytes)
     }
 
     /// Returns the byte of its extent at which the matrix of an expert begins.
     pub(crate) fn start(&self, expert: usize) -> usize {
         (self.places[expert].1 - self.extent(expert).offset) as usize
-    }
-
-    fn range(&self, offset: u64) -> Range<u64> {
-        offset..offset + self.matrix_bytes
     }
 }
 

@@ -1,5 +1,5 @@
 //! Matrices that a model's files hold in quantized blocks, as memory holds them: the blocks of a GGUF file, or those into which the
-//! packed tensors of a quantized directory are repacked. Neither changes a value.
+//! packed tensors of a quantized directory, and blocks that no kernel reads, are repacked. Neither changes a value.
 
 use std::{
     fs::File,
@@ -9,8 +9,7 @@ use std::{
 use lockstep_plan::BlockFormat;
 
 use crate::{
-    CheckpointError, ModelDirectory, RowOrder, StoredParameter, gguf::StoredElements,
-    quantized::PackedParameter,
+    CheckpointError, ModelDirectory, PackedParameter, RowOrder, StoredParameter, gguf::StoredElements,
 };
 
 /// A matrix that is stored quantized.

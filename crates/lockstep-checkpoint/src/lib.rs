@@ -39,6 +39,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("safetensors is little-endian and Lockstep copies its bytes as they are");
 
+mod absent;
 mod background;
 mod base;
 mod block_parameter;
@@ -57,8 +58,10 @@ mod manifest;
 mod model_export;
 mod observer;
 mod offloaded_weights;
+mod packed_parameter;
 mod peft;
 mod pretrained;
+mod quantization_summary;
 mod quantize;
 mod quantized;
 mod quantized_form;
@@ -94,12 +97,12 @@ pub use lockstep_plan::DType;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_FILE, Manifest, SliceEntry, TensorEntry, TensorKind};
 pub use observer::{Abandoned, CommitObserver, CommitPoint, Wait};
 pub use offloaded_weights::{OffloadedWeight, OffloadedWeights};
+pub use packed_parameter::PackedParameter;
 pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
+pub use quantization_summary::QuantizationSummary;
 pub use quantize::{QuantizedMatrices, QuantizedModel};
-pub use quantized::{
-    PackedParameter, Quantization, QuantizationError, QuantizationSummary, parse_quantization,
-};
+pub use quantized::{Quantization, QuantizationError, parse_quantization};
 pub use quantized_form::QuantizedForm;
 pub use region::Region;
 pub use save::{SaveRequest, Staging, save, save_observed};

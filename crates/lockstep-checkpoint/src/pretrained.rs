@@ -5,20 +5,24 @@
 //! only the trained part. The rest is then read from the base model, whose digest is checked.
 
 use std::{
+    fs,
     ops::Range,
     path::{Path, PathBuf},
 };
 
 use lockstep_model::{HfImport, HfMapping, HfPlace, HfTransform, ModelConfig};
 use lockstep_plan::DType;
+use serde_json::Value;
 
 use crate::{
-    BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, StoredParameter, TensorKind,
+    BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PackedParameter, PeftAdapter,
+    QuantizationSummary, StoredParameter, TensorKind,
+    absent::AbsentFile,
     digest::Hasher,
     gguf::{EmbeddedTokenizer, model::GgufModel},
     hf::HfCheckpoint,
     listing::list,
-    quantized::{PackedParameter, QuantizationSummary, QuantizedFiles, quantization_in},
+    quantized::{QuantizedFiles, quantization_in},
     tensor_files::{TensorFiles, gguf_file},
     trained::{Trained, adapter_of, quantized_by, read_whole},
 };
@@ -84,6 +88,36 @@ impl ModelDirectory {
             }
         };
         Self::of_files(path, config, files)
+    }
+
+    /// Opens a directory for questions about sizes and places alone: of one with a `config.json` and without weights, they are those of
+    /// the safetensors file that the configuration describes. Its elements have the configuration's `dtype`; f32 if it has none, as in
+    /// transformers.
+    ///
+    /// # Errors
+    /// As for [`ModelDirectory::open`]; if there are no weights, and those of the configuration are quantized.
+    pub fn described(dir: &Path) -> Result<Self, CheckpointError> {
+        match Self::open(dir) {
+            Err(CheckpointError::NoWeights { .. }) if quantization_in(dir)?.is_none() => {
+                let file = dir.join(CONFIG_FILE);
+                Self::of_configuration(dir, ModelConfig::from_file(&file)?, stored_dtype(&file)?)
+            }
+            opened => opened,
+        }
+    }
+
+    /// Returns a model without weights, in a safetensors file that would hold them in type `dtype`. `dir` names it in messages.
+    ///
+    /// # Errors
+    /// If the tensors of the configuration are not those of its model.
+    pub fn of_configuration(dir: &Path, config: ModelConfig, dtype: DType) -> Result<Self, CheckpointError> {
+        let file = AbsentFile::new(dir, &config, dtype);
+        Self::of_files(dir.to_owned(), config, TensorFiles::Absent(file))
+    }
+
+    /// Returns false if only the configuration is there.
+    pub fn has_weights(&self) -> bool {
+        !matches!(&self.weights, Weights::Files { files: TensorFiles::Absent(_), .. })
     }
 
     fn of_files(path: PathBuf, config: ModelConfig, files: TensorFiles) -> Result<Self, CheckpointError> {
@@ -287,10 +321,12 @@ impl ModelDirectory {
         }
     }
 
-    /// Returns a summary of the quantization in a Hugging Face directory; `None` if its weights are numbers.
+    /// Returns a summary of the packed tensors of a Hugging Face directory, or of the blocks of a GGUF file that are repacked or decoded;
+    /// `None` if there are none.
     pub fn quantization(&self) -> Option<QuantizationSummary> {
         match &self.weights {
             Weights::Files { files: TensorFiles::Quantized(files), .. } => Some(files.summary()),
+            Weights::Files { files: TensorFiles::Gguf(model), .. } => model.summary(),
             _ => None,
         }
     }
@@ -486,6 +522,18 @@ fn read_imported<E: From<CheckpointError>>(
         files.require_zeros(tensor)?;
     }
     Ok(())
+}
+
+/// Returns the type of the weights that a `config.json` names; f32 if it names none.
+fn stored_dtype(config_file: &Path) -> Result<DType, CheckpointError> {
+    let text = fs::read_to_string(config_file).map_err(CheckpointError::io("read", config_file))?;
+    let config: Value = serde_json::from_str(&text).unwrap_or_default();
+    let named = ["dtype", "torch_dtype"].iter().find_map(|key| config[key].as_str());
+    Ok(match named {
+        Some("bfloat16") => DType::BF16,
+        Some("float16") => DType::F16,
+        _ => DType::F32,
+    })
 }
 
 /// Returns the model configuration in a checkpoint of a training run.

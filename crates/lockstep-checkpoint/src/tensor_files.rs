@@ -1,13 +1,18 @@
 //! Files of a model's weights in either form, with tensors by Hugging Face's names.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{collections::BTreeMap, ops::Range, path::Path};
 
 use lockstep_model::{HfImport, HfPlace, HfTransform, ModelError};
 use lockstep_plan::DType;
 
 use crate::{
-    PackedParameter, StoredParameter, convert::is_float, error::CheckpointError, gguf::model::GgufModel,
-    hf::HfCheckpoint, quantized::QuantizedFiles,
+    PackedParameter, StoredParameter,
+    absent::AbsentFile,
+    convert::is_float,
+    error::CheckpointError,
+    gguf::model::GgufModel,
+    hf::HfCheckpoint,
+    quantized::{PackedTensors, QuantizedFiles},
 };
 
 /// Files of a model's weights.
@@ -16,6 +21,7 @@ pub(crate) enum TensorFiles {
     HuggingFace(HfCheckpoint),
     Gguf(Box<GgufModel>),
     Quantized(Box<QuantizedFiles>),
+    Absent(AbsentFile),
 }
 
 impl TensorFiles {
@@ -27,6 +33,9 @@ impl TensorFiles {
             }
             Self::Gguf(model) => Ok(model.shapes()),
             Self::Quantized(files) => files.shapes(),
+            Self::Absent(file) => {
+                Ok(file.shapes().map(|(name, shape)| (name.to_owned(), shape.to_vec())).collect())
+            }
         }
     }
 
@@ -48,6 +57,7 @@ impl TensorFiles {
             Self::HuggingFace(files) => files,
             Self::Gguf(model) => return model.compute_dtype(),
             Self::Quantized(files) => return files.compute_dtype(),
+            Self::Absent(file) => return file.dtype(),
         };
         let mut elements = BTreeMap::<_, usize>::new();
         for tensor in files.names().filter_map(|name| files.tensor(name).ok()) {
@@ -79,6 +89,7 @@ impl TensorFiles {
             Self::HuggingFace(files) => files.stored(&place.tensor)?,
             Self::Gguf(model) => model.stored(&place.tensor)?,
             Self::Quantized(files) => files.stored(&place.tensor)?,
+            Self::Absent(file) => file.stored(&place.tensor)?,
         };
         let first_element = place.first_element;
         let stored = StoredParameter { name: &place.parameter, first_element, ..stored };
@@ -96,32 +107,20 @@ impl TensorFiles {
     /// Returns the parameters that can be repacked into blocks: a whole tensor, some of its rows, a tensor for each expert, or a stack of
     /// transposed experts.
     pub(crate) fn packed_parameters<'a>(&'a self, import: &'a HfImport) -> Vec<PackedParameter<'a>> {
-        let Self::Quantized(files) = self else { return Vec::new() };
         let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
         let packed = parameters.filter_map(|places| {
-            let [place] = places else {
-                let mut end = 0;
-                let follows = |place: &HfPlace| {
-                    let part = place.part();
-                    let is_next = place.transform == HfTransform::Same && part.start == end;
-                    end = part.end;
-                    is_next
-                };
-                let is_stack = places.iter().all(follows);
-                let tensors = places.iter().map(|place| place.tensor.as_str());
-                let stack = is_stack.then(|| files.packed_stack(tensors)).flatten()?;
-                return Some(PackedParameter { name: &places[0].parameter, ..stack });
-            };
-            let rows = match &place.transform {
-                _ if place.is_whole() => None,
-                &HfTransform::StackedColumns { first, step, .. } => {
-                    let packed = files.packed_columns(&place.tensor, (first, step))?;
-                    return Some(PackedParameter { name: &place.parameter, ..packed });
+            let name = &places[0].parameter;
+            match self {
+                Self::Quantized(files) => {
+                    Some(PackedParameter::of_tensors(name, packed_tensors(files, places)?))
                 }
-                HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => Some(rows.clone()),
-                _ => return None,
-            };
-            Some(PackedParameter { name: &place.parameter, ..files.packed(&place.tensor, rows)? })
+                Self::Gguf(model) => {
+                    let [place] = places else { return None };
+                    let rows = model.foreign_rows(&place.tensor, rows_of(place)?)?;
+                    Some(PackedParameter::of_foreign(name, rows))
+                }
+                Self::HuggingFace(_) | Self::Absent(_) => None,
+            }
         });
         packed.collect()
     }
@@ -132,6 +131,7 @@ impl TensorFiles {
             Self::HuggingFace(files) => files.read_f32(name, out),
             Self::Gguf(model) => model.read_f32(name, out),
             Self::Quantized(files) => files.read_f32(name, out),
+            Self::Absent(file) => Err(file.missing()),
         }
     }
 
@@ -144,7 +144,7 @@ impl TensorFiles {
     ) -> Result<bool, CheckpointError> {
         match self {
             Self::Gguf(model) => model.read_part(name, first, out),
-            Self::HuggingFace(_) | Self::Quantized(_) => Ok(false),
+            Self::HuggingFace(_) | Self::Quantized(_) | Self::Absent(_) => Ok(false),
         }
     }
 
@@ -154,6 +154,7 @@ impl TensorFiles {
             Self::HuggingFace(files) => Ok(files.tensor(a)?.bytes == files.tensor(b)?.bytes),
             Self::Gguf(model) => Ok(model.bytes(a)? == model.bytes(b)?),
             Self::Quantized(files) => files.are_same(a, b),
+            Self::Absent(file) => Err(file.missing()),
         }
     }
 
@@ -162,6 +163,7 @@ impl TensorFiles {
         let files = match self {
             Self::HuggingFace(files) => files,
             Self::Quantized(files) => files.files(),
+            Self::Absent(file) => return Err(file.missing()),
             Self::Gguf(model) => return Ok(HfImport::require_zeros(name, 1, model.bytes(name)?)?),
         };
         let found = files.tensor(name)?;
@@ -171,7 +173,7 @@ impl TensorFiles {
 
     /// Returns true if the weights lie in a directory of Hugging Face, with other files of the model beside them.
     pub(crate) fn has_companions(&self) -> bool {
-        matches!(self, Self::HuggingFace(_) | Self::Quantized(_))
+        matches!(self, Self::HuggingFace(_) | Self::Quantized(_) | Self::Absent(_))
     }
 }
 
@@ -185,4 +187,36 @@ pub(crate) fn gguf_file(path: &Path) -> Result<Option<std::path::PathBuf>, Check
         return Ok(Some(path.to_path_buf()));
     }
     if path.join("config.json").exists() { Ok(None) } else { file_in(path) }
+}
+
+/// Returns the packed tensors of a parameter; `None` if no blocks have its values, or it is not stored row by row.
+fn packed_tensors<'a>(files: &'a QuantizedFiles, places: &'a [HfPlace]) -> Option<PackedTensors<'a>> {
+    let [place] = places else {
+        let mut end = 0;
+        let follows = |place: &HfPlace| {
+            let part = place.part();
+            let is_next = place.transform == HfTransform::Same && part.start == end;
+            end = part.end;
+            is_next
+        };
+        let is_stack = places.iter().all(follows);
+        let tensors = places.iter().map(|place| place.tensor.as_str());
+        return is_stack.then(|| files.packed_stack(tensors)).flatten();
+    };
+    if let &HfTransform::StackedColumns { first, step, .. } = &place.transform {
+        return files.packed_columns(&place.tensor, (first, step));
+    }
+    files.packed(&place.tensor, Some(rows_of(place)?))
+}
+
+/// Returns the rows of a tensor that a parameter consists of; `None` if it does not consist of rows.
+fn rows_of(place: &HfPlace) -> Option<Range<usize>> {
+    match &place.transform {
+        _ if place.is_whole() => {
+            let (_, matrix) = place.tensor_shape.split_last()?;
+            Some(0..matrix.iter().product())
+        }
+        HfTransform::Rows { rows, blocks: 1, .. } if place.first_element == 0 => Some(rows.clone()),
+        _ => None,
+    }
 }

@@ -62,7 +62,8 @@ pub use lockstep_hub::Need;
 pub use manual::configuration_markdown;
 pub use model::{ResolvedModel, named_model, overrides_of, resolve_model};
 pub use model_name::{
-    NamedModel, config_of, fetch_model, find_local_model, find_model, find_tokenizer, find_weights,
+    NamedModel, config_of, fetch_model, find_described, find_local_model, find_model, find_tokenizer,
+    find_weights,
 };
 pub use plan_file::{PlanFile, recompute_setting, settings_between};
 pub use problem::{Origin, Problem, Problems};

@@ -86,6 +86,18 @@ pub fn find_weights(name: &str) -> Result<PathBuf, Error> {
     }
 }
 
+/// Finds a model for a plan of its inference: its weights if they are on this machine, otherwise its configuration alone, which is
+/// downloaded if need be.
+///
+/// # Errors
+/// As [`find_model`].
+pub fn find_described(name: &str) -> Result<NamedModel, Error> {
+    match Search::new(Need::Weights, Traffic::Forbidden).find(name) {
+        Ok(NamedModel::Directory(path)) => Ok(NamedModel::Directory(path)),
+        Ok(NamedModel::Preset(_)) | Err(_) => find_model(name),
+    }
+}
+
 /// Downloads a repository into the cache of Hugging Face, or what has changed in it, and returns the path of its newest commit.
 ///
 /// # Errors

@@ -5,18 +5,22 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use lockstep_checkpoint::{DType, ModelDirectory, gguf::StoredElements};
-use lockstep_config::{find_weights, human};
+use lockstep_config::{NamedModel, find_described, find_weights, human};
 use lockstep_engine::Ranks;
 use lockstep_infer::{
     DeviceMap, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice, MemoryLimits,
     ModelDescription, PlanRequest, Workload,
 };
+use lockstep_model::ModelConfig;
 use lockstep_tensor::host::proportional_bytes;
 use serde_json::{Map, Value, json};
 
 use crate::exit::Failure;
 use crate::output::note;
 use crate::quantize::note_decoded;
+
+/// Type of the weights of a preset, as almost all published models have it.
+const PRESET_DTYPE: DType = DType::BF16;
 
 /// Placement of a model's weights.
 #[derive(Debug, Clone, Default, Args)]
@@ -95,6 +99,24 @@ impl FoundModel {
         if let Some(adapter) = adapter {
             directory = directory.with_adapter(adapter)?;
         }
+        let description = ModelDescription::of(&directory)?;
+        Ok(Self { directory, description, options, placement: placement.clone() })
+    }
+
+    /// Finds a model to plan for, of which the configuration is enough: a directory or a repository without weights, or a preset.
+    pub(crate) fn described(
+        name: &str,
+        options: LoadOptions,
+        placement: &PlacementArguments,
+    ) -> Result<Self, Failure> {
+        let directory = match find_described(name)? {
+            NamedModel::Directory(path) => ModelDirectory::described(&path)?,
+            NamedModel::Preset(preset) => {
+                let config = ModelConfig::preset(&preset)?;
+                ModelDirectory::of_configuration(Path::new(&preset), config, PRESET_DTYPE)?
+            }
+        };
+        note_decoded(&directory, Path::new(name));
         let description = ModelDescription::of(&directory)?;
         Ok(Self { directory, description, options, placement: placement.clone() })
     }

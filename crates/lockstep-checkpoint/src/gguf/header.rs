@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use lockstep_plan::{BlockFormat, DType};
 
-use super::{cursor::Cursor, metadata::GgufMetadata};
+use super::{cursor::Cursor, foreign::ForeignFormat, metadata::GgufMetadata};
 
 /// First bytes of a file.
 const MAGIC: &[u8; 4] = b"GGUF";
@@ -55,10 +55,6 @@ impl StoredElements {
         Self::IN_FILES.iter().find(|(_, stored)| *stored == self).map(|(number, _)| *number)
     }
 
-    fn of_number(number: u32) -> Option<Self> {
-        Self::IN_FILES.iter().find(|(of, _)| *of == number).map(|(_, stored)| *stored)
-    }
-
     /// Returns the bytes of a row of `columns` elements; `None` if they are not whole blocks or are too many.
     pub fn row_bytes(self, columns: usize) -> Option<usize> {
         match self {
@@ -77,6 +73,51 @@ impl std::fmt::Display for StoredElements {
     }
 }
 
+/// Type of a tensor in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TensorType {
+    /// Elements that kernels read as they are stored.
+    Read(StoredElements),
+    /// Blocks that are repacked or decoded.
+    Foreign(ForeignFormat),
+}
+
+impl TensorType {
+    fn all() -> impl Iterator<Item = (u32, Self)> {
+        let read = StoredElements::IN_FILES.map(|(number, stored)| (number, Self::Read(stored)));
+        let foreign = ForeignFormat::IN_FILES.map(|(number, format)| (number, Self::Foreign(format)));
+        read.into_iter().chain(foreign)
+    }
+
+    fn of_number(number: u32) -> Option<Self> {
+        Self::all().find(|(of, _)| *of == number).map(|(_, found)| found)
+    }
+
+    /// Returns the elements and the bytes of a block; one number is a block.
+    fn block(self) -> (usize, usize) {
+        match self {
+            Self::Read(StoredElements::Dense(dtype)) => (1, dtype.size_bytes()),
+            Self::Read(StoredElements::Blocks(format)) => (format.block_elements(), format.block_bytes()),
+            Self::Foreign(format) => (format.block_elements(), format.block_bytes()),
+        }
+    }
+
+    /// Returns the bytes of a row of `columns` elements; `None` if they are not whole blocks or are too many.
+    pub fn row_bytes(self, columns: usize) -> Option<usize> {
+        let (elements, bytes) = self.block();
+        if columns.is_multiple_of(elements) { (columns / elements).checked_mul(bytes) } else { None }
+    }
+}
+
+impl std::fmt::Display for TensorType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Read(stored) => stored.fmt(f),
+            Self::Foreign(format) => format.fmt(f),
+        }
+    }
+}
+
 /// Tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GgufTensor {
@@ -84,8 +125,8 @@ pub struct GgufTensor {
     pub name: String,
     /// Shape, row-major: the last dimension is contiguous.
     pub shape: Vec<usize>,
-    /// Storage of the elements.
-    pub stored: StoredElements,
+    /// Type of the elements.
+    pub stored: TensorType,
     /// First byte, counted from the start of the file.
     pub offset: usize,
     /// Size in bytes.
@@ -194,9 +235,9 @@ fn read_tensor(cursor: &mut Cursor<'_>, alignment: u64) -> Result<GgufTensor, St
     let dims = (0..rank).map(|_| cursor.u64("a dimension")).collect::<Result<Vec<_>, _>>()?;
     let number = cursor.u32("the type of a tensor")?;
     let offset = cursor.u64("the offset of a tensor")?;
-    let stored = StoredElements::of_number(number).ok_or_else(|| {
+    let stored = TensorType::of_number(number).ok_or_else(|| {
         let known: Vec<String> =
-            StoredElements::IN_FILES.iter().map(|(number, stored)| format!("{stored} ({number})")).collect();
+            TensorType::all().map(|(number, stored)| format!("{stored} ({number})")).collect();
         format!("tensor `{name}` has type {number}; read here are {}", known.join(", "))
     })?;
     if !offset.is_multiple_of(alignment) {
@@ -211,12 +252,10 @@ fn read_tensor(cursor: &mut Cursor<'_>, alignment: u64) -> Result<GgufTensor, St
         .collect::<Result<_, _>>()?;
     let columns = shape.last().copied().unwrap_or(1);
     let rows = shape.iter().rev().skip(1).try_fold(1_usize, |rows, &dim| rows.checked_mul(dim));
-    if let StoredElements::Blocks(format) = stored
-        && !columns.is_multiple_of(format.block_elements())
-    {
-        let block = format.block_elements();
+    let (block, _) = stored.block();
+    if !columns.is_multiple_of(block) {
         return Err(format!(
-            "tensor `{name}` has rows of {columns} elements, no whole {format} blocks of {block}"
+            "tensor `{name}` has rows of {columns} elements, no whole {stored} blocks of {block}"
         ));
     }
     let bytes = stored.row_bytes(columns).zip(rows).and_then(|(row, rows)| row.checked_mul(rows));

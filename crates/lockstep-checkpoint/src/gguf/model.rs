@@ -3,22 +3,26 @@
 use std::{
     collections::BTreeMap,
     fs,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
 use lockstep_model::ModelConfig;
-use lockstep_plan::DType;
+use lockstep_plan::{BlockFormat, DType};
 use lockstep_tensor::MappedFile;
 use rayon::prelude::*;
 
 use super::{
     architecture::{architecture_of, config},
-    header::{GgufHeader, GgufTensor, StoredElements, parse_gguf},
+    foreign::ForeignFormat,
+    header::{GgufHeader, GgufTensor, StoredElements, TensorType, parse_gguf},
     keys::TensorFacts,
     names::Architecture,
     tokenizer::{self, EmbeddedTokenizer},
 };
-use crate::{StoredParameter, convert, error::CheckpointError, stored_parameter::RowOrder};
+use crate::{
+    QuantizationSummary, StoredParameter, convert, error::CheckpointError, stored_parameter::RowOrder,
+};
 
 /// Extension of the files.
 pub(crate) const EXTENSION: &str = "gguf";
@@ -48,6 +52,31 @@ struct Place {
     order: RowOrder,
     /// Number that was added to the elements.
     shift: f32,
+}
+
+/// Rows of a tensor in blocks of a foreign format.
+#[derive(Debug, Clone)]
+pub(crate) struct ForeignRows<'a> {
+    format: ForeignFormat,
+    /// Format of kernels with the same values.
+    pub(crate) repacked: BlockFormat,
+    /// Shape of the rows: the tensor's, or that of a matrix of some of them.
+    pub(crate) shape: Vec<usize>,
+    /// Bytes of the whole tensor.
+    bytes: &'a [u8],
+    row_bytes: usize,
+    first_row: usize,
+    order: RowOrder,
+}
+
+impl ForeignRows<'_> {
+    /// Repacks the rows, of which each has `repacked_bytes` bytes in `blocks`.
+    pub(crate) fn repack(&self, repacked_bytes: usize, blocks: &mut [u8]) {
+        blocks.par_chunks_exact_mut(repacked_bytes.max(1)).enumerate().for_each(|(index, blocks)| {
+            let start = self.order.stored_row(self.first_row + index) * self.row_bytes;
+            self.format.repack(&self.bytes[start..start + self.row_bytes], blocks);
+        });
+    }
 }
 
 /// The weights of a model, mapped.
@@ -186,8 +215,8 @@ impl GgufModel {
         for place in self.places.values() {
             let GgufTensor { stored, shape, .. } = self.tensor(place);
             let dtype = match stored {
-                StoredElements::Dense(dtype) => *dtype,
-                StoredElements::Blocks(_) => DType::BF16,
+                TensorType::Read(StoredElements::Dense(dtype)) => *dtype,
+                TensorType::Read(StoredElements::Blocks(_)) | TensorType::Foreign(_) => DType::BF16,
             };
             *elements.entry(dtype).or_default() += shape.iter().product::<usize>();
         }
@@ -198,8 +227,9 @@ impl GgufModel {
     pub(crate) fn stored(&self, name: &str) -> Option<StoredParameter<'_>> {
         let (name, place) = self.places.get_key_value(name)?;
         let tensor = self.tensor(place);
+        let TensorType::Read(stored) = tensor.stored else { return None };
         // Kernels read routers and biases as numbers only.
-        let is_readable = matches!(tensor.stored, StoredElements::Dense(_)) || Architecture::is_matrix(name);
+        let is_readable = matches!(stored, StoredElements::Dense(_)) || Architecture::is_matrix(name);
         if place.shift != 0.0 || !is_readable {
             return None;
         }
@@ -207,11 +237,41 @@ impl GgufModel {
             name,
             file: &self.files[place.file].path,
             offset: tensor.offset,
-            stored: tensor.stored,
+            stored,
             order: place.order,
             elements: tensor.shape.iter().product(),
             first_element: 0,
         })
+    }
+
+    /// Returns rows of a tensor in blocks of a foreign format, in Hugging Face's order; `None` if it has another type, or no format of
+    /// kernels has its values.
+    pub(crate) fn foreign_rows(&self, name: &str, rows: Range<usize>) -> Option<ForeignRows<'_>> {
+        let place = self.places.get(name)?;
+        let tensor = self.tensor(place);
+        let TensorType::Foreign(format) = tensor.stored else { return None };
+        let repacked = format.repacked().filter(|_| Architecture::is_matrix(name) && place.shift == 0.0)?;
+        let columns = *tensor.shape.last()?;
+        let is_whole = rows.len() * columns == tensor.shape.iter().product::<usize>();
+        let shape = if is_whole { tensor.shape.clone() } else { vec![rows.len(), columns] };
+        let bytes = self.files[place.file].bytes(tensor);
+        let row_bytes = tensor.stored.row_bytes(columns)?;
+        let (first_row, order) = (rows.start, place.order);
+        Some(ForeignRows { format, repacked, shape, bytes, row_bytes, first_row, order })
+    }
+
+    /// Returns a summary of the tensors that are repacked or decoded; `None` if there are none.
+    pub(crate) fn summary(&self) -> Option<QuantizationSummary> {
+        let mut summary = QuantizationSummary { method: "GGUF", packed: 0, decoded: BTreeMap::new() };
+        for place in self.places.values() {
+            let TensorType::Foreign(format) = self.tensor(place).stored else { continue };
+            match format.repacked() {
+                Some(_) => summary.packed += 1,
+                None => *summary.decoded.entry(format.reason_to_decode()).or_default() += 1,
+            }
+        }
+        let is_any = summary.packed > 0 || !summary.decoded.is_empty();
+        is_any.then_some(summary)
     }
 
     /// Fills `out` with a tensor, in Hugging Face's layout.
@@ -297,15 +357,15 @@ impl GgufModel {
 }
 
 /// Decodes stored elements to `out`.
-fn decode(stored: StoredElements, bytes: &[u8], out: &mut [f32]) {
+fn decode(stored: TensorType, bytes: &[u8], out: &mut [f32]) {
+    let task_bytes = stored.row_bytes(TASK_ELEMENTS).expect("whole blocks");
+    let tasks = out.par_chunks_mut(TASK_ELEMENTS).zip(bytes.par_chunks(task_bytes));
     match stored {
-        StoredElements::Dense(dtype) => convert::widen(dtype, bytes, out),
-        StoredElements::Blocks(format) => {
-            let task_bytes = TASK_ELEMENTS / format.block_elements() * format.block_bytes();
-            out.par_chunks_mut(TASK_ELEMENTS)
-                .zip(bytes.par_chunks(task_bytes))
-                .for_each(|(out, bytes)| format.dequantize(bytes, out));
+        TensorType::Read(StoredElements::Dense(dtype)) => convert::widen(dtype, bytes, out),
+        TensorType::Read(StoredElements::Blocks(format)) => {
+            tasks.for_each(|(out, bytes)| format.dequantize(bytes, out));
         }
+        TensorType::Foreign(format) => tasks.for_each(|(out, bytes)| format.dequantize(bytes, out)),
     }
 }
 
@@ -327,7 +387,7 @@ fn facts(files: &[GgufFile]) -> Result<TensorFacts, String> {
     let stack = tensors().find(|tensor| tensor.name.contains("_exps.") && tensor.shape.len() == 3);
     let rope_divisors = match find(ROPE_DIVISORS) {
         None => None,
-        Some((file, tensor)) if tensor.stored == StoredElements::Dense(DType::F32) => {
+        Some((file, tensor)) if tensor.stored == TensorType::Read(StoredElements::Dense(DType::F32)) => {
             let mut divisors = vec![0.0; tensor.bytes / DType::F32.size_bytes()];
             convert::widen(DType::F32, file.bytes(tensor), &mut divisors);
             Some(divisors)

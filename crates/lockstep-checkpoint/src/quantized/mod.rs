@@ -27,7 +27,10 @@ use serde_json::Value;
 
 pub use self::config::{Quantization, QuantizationError, parse_quantization};
 use self::reader::PackedReader;
-use crate::{CheckpointError, StoredParameter, convert::is_float, hf::HfCheckpoint, pretrained::CONFIG_FILE};
+use crate::{
+    CheckpointError, QuantizationSummary, StoredParameter, convert::is_float, hf::HfCheckpoint,
+    pretrained::CONFIG_FILE,
+};
 
 /// Rows that a task decodes at a time: a cache line of words of neighbouring outputs.
 const TASK_ROWS: usize = 16;
@@ -56,23 +59,21 @@ struct PackedTensor {
     format: Result<BlockFormat, &'static str>,
 }
 
-/// A parameter that can be repacked into blocks: a matrix, or a stack of the matrices of experts.
+/// Packed tensors that can be repacked into blocks: a matrix, rows of one, or a stack of the matrices of experts.
 #[derive(Debug, Clone)]
-pub struct PackedParameter<'a> {
-    /// Canonical name.
-    pub name: &'a str,
+pub(crate) struct PackedTensors<'a> {
     /// Format of the blocks.
-    pub format: BlockFormat,
+    pub(crate) format: BlockFormat,
     /// Shape; the last dimension is the columns of a row.
-    pub shape: Vec<usize>,
-    /// Rows of tensors that follow each other in the parameter.
-    pub(crate) rows: Vec<PackedRows<'a>>,
-    pub(crate) files: &'a QuantizedFiles,
+    pub(crate) shape: Vec<usize>,
+    /// Rows of tensors that follow each other.
+    rows: Vec<PackedRows<'a>>,
+    files: &'a QuantizedFiles,
 }
 
 /// Rows of the matrices in a packed tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct PackedRows<'a> {
+struct PackedRows<'a> {
     tensor: &'a str,
     first: usize,
     /// Distance between rows.
@@ -80,23 +81,12 @@ pub(crate) struct PackedRows<'a> {
     count: usize,
 }
 
-impl PackedParameter<'_> {
-    /// Returns the size of the blocks in bytes.
-    pub fn bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() / self.format.block_elements() * self.format.block_bytes()
-    }
-
-    /// Writes the blocks.
+impl PackedTensors<'_> {
+    /// Repacks the rows, of which each takes `row_bytes` bytes of blocks.
     ///
     /// # Errors
     /// If a float of 8 bits or a scale of MXFP4 is NaN.
-    ///
-    /// # Panics
-    /// If `blocks` has another size than [`PackedParameter::bytes`].
-    pub fn pack(&self, blocks: &mut [u8]) -> Result<(), CheckpointError> {
-        assert_eq!(blocks.len(), self.bytes(), "bytes of the blocks of {}", self.name);
-        let rows = self.rows.iter().map(|rows| rows.count).sum::<usize>();
-        let row_bytes = self.bytes() / rows.max(1);
+    pub(crate) fn pack(&self, row_bytes: usize, blocks: &mut [u8]) -> Result<(), CheckpointError> {
         let mut rest = blocks;
         for rows in &self.rows {
             let (blocks, after) = rest.split_at_mut(rows.count * row_bytes);
@@ -125,17 +115,6 @@ impl PackedParameter<'_> {
         );
         packed.map_err(|reason| self.files.damaged(tensor, reason))
     }
-}
-
-/// Summary of a quantized model, for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct QuantizationSummary {
-    /// Name of the method.
-    pub method: &'static str,
-    /// Number of matrices that are repacked.
-    pub packed: usize,
-    /// Number of matrices that are decoded, by the reason.
-    pub decoded: BTreeMap<&'static str, usize>,
 }
 
 /// Returns the quantization of the model in a directory; `None` if it is not quantized.
@@ -236,8 +215,8 @@ impl QuantizedFiles {
         if self.dense.contains(name) { self.files.stored(name) } else { None }
     }
 
-    /// Returns some rows of a tensor as a parameter to repack; `None` if it is not packed, or no blocks have its values.
-    pub(crate) fn packed(&self, tensor: &str, rows: Option<Range<usize>>) -> Option<PackedParameter<'_>> {
+    /// Returns some rows of a tensor to repack; `None` if it is not packed, or no blocks have its values.
+    pub(crate) fn packed(&self, tensor: &str, rows: Option<Range<usize>>) -> Option<PackedTensors<'_>> {
         let (tensor, packed) = self.packed.get_key_value(tensor)?;
         let (format, &[all_rows, columns]) = (packed.format.ok()?, packed.shape.as_slice()) else {
             return None;
@@ -245,37 +224,32 @@ impl QuantizedFiles {
         let rows = rows.unwrap_or(0..all_rows);
         let shape = vec![rows.len(), columns];
         let rows = vec![PackedRows { tensor, first: rows.start, step: 1, count: rows.len() }];
-        Some(PackedParameter { name: tensor, format, shape, rows, files: self })
+        Some(PackedTensors { format, shape, rows, files: self })
     }
 
-    /// Returns every `step`-th column from `first` on of the matrices in a stack, transposed, as a parameter to repack: they are rows as
+    /// Returns every `step`-th column from `first` on of the matrices in a stack, transposed, to repack: they are rows as
     /// they are stored. `None` if the tensor is no packed stack.
     pub(crate) fn packed_columns(
         &self,
         tensor: &str,
         (first, step): (usize, usize),
-    ) -> Option<PackedParameter<'_>> {
+    ) -> Option<PackedTensors<'_>> {
         let (tensor, packed) = self.packed.get_key_value(tensor)?;
         let (format, &[experts, inputs, columns]) = (packed.format.ok()?, packed.shape.as_slice()) else {
             return None;
         };
         let outputs = (first < step && columns.is_multiple_of(step)).then_some(columns / step)?;
         let rows = vec![PackedRows { tensor, first, step, count: experts * outputs }];
-        Some(PackedParameter {
-            name: tensor,
-            format,
-            shape: vec![experts, outputs, inputs],
-            rows,
-            files: self,
-        })
+        let shape = vec![experts, outputs, inputs];
+        Some(PackedTensors { format, shape, rows, files: self })
     }
 
-    /// Returns a stack of tensors as a parameter to repack; `None` if they are not packed, differ in shape or format, or no blocks have
+    /// Returns a stack of tensors to repack; `None` if they are not packed, differ in shape or format, or no blocks have
     /// their values.
     pub(crate) fn packed_stack<'a>(
         &'a self,
         tensors: impl Iterator<Item = &'a str>,
-    ) -> Option<PackedParameter<'a>> {
+    ) -> Option<PackedTensors<'a>> {
         let mut tensors = tensors.map(|tensor| self.packed(tensor, None));
         let mut stack = tensors.next()??;
         let matrix = stack.shape.clone();

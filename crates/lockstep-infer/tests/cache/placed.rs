@@ -267,3 +267,34 @@ fn a_map_has_the_modules_of_accelerate_with_their_bytes() {
     assert_eq!(plan.map.device_of("transformer.h.0.attn.c_attn.weight"), Some(Device::Disk));
     assert_eq!(plan.map.to_json()["lm_head"], "cpu");
 }
+
+#[test]
+fn a_configuration_alone_is_planned_as_its_weights_are() {
+    // Both files have the same tensors, at other places within pages.
+    const PAGE: u64 = 4096;
+    for family in FAMILIES {
+        let written = ModelDirectory::open(&fixture(family)).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        fs::copy(fixture(family).join("config.json"), dir.path().join("config.json")).unwrap();
+        let described = ModelDirectory::described(dir.path()).unwrap();
+        assert!(written.has_weights() && !described.has_weights(), "{family}");
+        let offload = tempfile::tempdir().unwrap();
+        for map in [r#"{"": "disk"}"#, r#"{"": "cpu"}"#] {
+            let plan = |of| InferencePlan::new(of, DType::F32, &request(map, offload.path())).unwrap();
+            let (found, expected) = (plan(&described), plan(&written));
+            let rounded = PAGE * found.modules.len() as u64;
+            for ((name, found), (_, expected)) in
+                found.memory.by_name().into_iter().zip(expected.memory.by_name())
+            {
+                assert!(
+                    found.abs_diff(expected) <= rounded,
+                    "{family} {map}: {name} is {found} B, and {expected} B with the weights"
+                );
+            }
+            assert_eq!(found.modules, expected.modules, "{family} {map}");
+            assert_eq!(found.disk_bytes, expected.disk_bytes, "{family} {map}");
+        }
+        let error = ModelDirectory::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("neither model.safetensors nor"), "{family}: {error}");
+    }
+}

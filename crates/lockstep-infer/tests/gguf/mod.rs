@@ -6,7 +6,7 @@ use std::fs;
 
 use lockstep_checkpoint::{DType, ModelDirectory, gguf::StoredElements};
 use lockstep_data::Tokenizer;
-use lockstep_infer::{LoadOptions, LoadedModel};
+use lockstep_infer::{InferencePlan, LoadOptions, LoadedModel, PlanRequest};
 use lockstep_plan::BlockFormat;
 use lockstep_tensor::BlockActivations;
 use serde_json::{Value, json};
@@ -59,6 +59,35 @@ fn a_quantized_model_has_the_logits_of_its_decoded_weights() {
                 assert!(converted < stored / 4, "{name}: {in_place} bytes in place, {converted} converted");
             }
         }
+    }
+}
+
+#[test]
+fn blocks_that_no_kernel_reads_have_the_logits_of_their_decoded_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let ids: Vec<u32> = (0..24).map(|at| at * at * 7 % 60).collect();
+    let stored = ModelDirectory::open(&fixture("gguf/foreign.gguf")).unwrap();
+    let summary = stored.quantization().unwrap();
+    assert_eq!((summary.packed, summary.decoded.len()), (7, 2), "{summary:?}");
+    let decoded = dir.path().join("decoded");
+    stored.export_hf(DType::F32, &decoded).unwrap();
+    let decoded = ModelDirectory::open(&decoded).unwrap();
+    let offload = tempfile::tempdir().unwrap();
+    for dtype in [DType::BF16, DType::F32] {
+        let options = LoadOptions { activations: Some(BlockActivations::Float), ..LoadOptions::new(1) };
+        let options = options.with_dtype(dtype);
+        let whole = logits_of(&LoadedModel::load(&decoded, options).unwrap(), &ids, ids.len());
+        assert!(whole.iter().all(|logit| logit.is_finite()), "{dtype}: {whole:?}");
+        let model = LoadedModel::load(&stored, options).unwrap();
+        assert_chunks_change_nothing(&whole, &ids, &[(&model, ids.len()), (&model, 1)], "foreign");
+        let request = PlanRequest {
+            activations: options.activations,
+            ..super::placed::request(r#"{"": "disk"}"#, offload.path())
+        };
+        let plan = InferencePlan::new(&stored, dtype, &request).unwrap();
+        assert!(plan.disk_bytes > 0, "{dtype}");
+        let streamed = LoadedModel::load_placed(&stored, plan).unwrap();
+        assert_chunks_change_nothing(&whole, &ids, &[(&streamed, 5)], "foreign, from disk");
     }
 }
 

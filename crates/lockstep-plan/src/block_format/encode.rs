@@ -1,7 +1,7 @@
 //! Encoding of one block of each format.
 
 use super::{
-    decode::PART,
+    decode::{BlockCodec, PART, Q6KCodec, Q8_0Codec, RUN, RUNS},
     half::{narrow, widen},
 };
 
@@ -20,13 +20,25 @@ fn extreme(values: &[f32]) -> f32 {
     values.iter().fold(0.0_f32, |most, &x| if x.abs() > most.abs() { x } else { most })
 }
 
+impl Q8_0Codec {
+    /// Writes a block with a scale in f16.
+    ///
+    /// # Panics
+    /// If `block` has another size than a block.
+    pub fn pack(scale: [u8; 2], codes: &[i8; PART], block: &mut [u8]) {
+        assert_eq!(block.len(), Self::BYTES, "bytes of a block");
+        block[..2].copy_from_slice(&scale);
+        for (byte, code) in block[2..].iter_mut().zip(codes) {
+            *byte = code.cast_unsigned();
+        }
+    }
+}
+
 pub(super) fn q8_0(values: &[f32], block: &mut [u8]) {
     let scale = extreme(values).abs() / 127.0;
     let inverse = reciprocal(scale);
-    put(block, 0, scale);
-    for (code, x) in block[2..].iter_mut().zip(values) {
-        *code = ((x * inverse).round() as i8).cast_unsigned();
-    }
+    let code = |index: usize| (values[index] * inverse).round() as i8;
+    Q8_0Codec::pack(narrow(scale).to_le_bytes(), &std::array::from_fn(code), block);
 }
 
 /// Writes 32 codes of 4 bits: the first 16 to low halves, the others to high halves.
@@ -159,24 +171,40 @@ fn fit_signed(values: &[f32]) -> f32 {
     best
 }
 
-pub(super) fn q6_k(values: &[f32], block: &mut [u8]) {
-    const RUN: usize = super::decode::RUN;
-    let scales: Vec<f32> = values.chunks_exact(RUN).map(fit_signed).collect();
-    // The scale of the largest magnitude becomes -128, which alone uses the whole range.
-    let factor = extreme(&scales) / -128.0;
-    block.fill(0);
-    put(block, 208, factor);
-    let factor = widen(narrow(factor));
-    for (run, (values, scale)) in values.chunks_exact(RUN).zip(scales).enumerate() {
-        let scale = (scale * reciprocal(factor)).round().clamp(-128.0, 127.0);
-        block[192 + run] = (scale as i8).cast_unsigned();
-        let inverse = reciprocal(factor * scale);
-        for (index, x) in values.iter().enumerate() {
-            let code = ((x * inverse).round().clamp(-32.0, 31.0) + 32.0) as u8;
-            let element = run * RUN + index;
+impl Q6KCodec {
+    /// Writes a block with a scale in f16, that of each run, and codes from -32 to 31.
+    ///
+    /// # Panics
+    /// If `block` has another size than a block.
+    pub fn pack(scale: [u8; 2], scales: &[i8; RUNS], codes: &[i8; Self::ELEMENTS], block: &mut [u8]) {
+        assert_eq!(block.len(), Self::BYTES, "bytes of a block");
+        block.fill(0);
+        for (byte, scale) in block[192..].iter_mut().zip(scales) {
+            *byte = scale.cast_unsigned();
+        }
+        block[208..].copy_from_slice(&scale);
+        for (element, code) in codes.iter().enumerate() {
+            let code = (code + 32).cast_unsigned();
             let (half, quarter, place) = (element / 128, element / PART % 4, element % PART);
             block[64 * half + quarter % 2 * PART + place] |= (code & 15) << (quarter / 2 * 4);
             block[128 + PART * half + place] |= code >> 4 << (2 * quarter);
         }
     }
+}
+
+pub(super) fn q6_k(values: &[f32], block: &mut [u8]) {
+    let fits: Vec<f32> = values.chunks_exact(RUN).map(fit_signed).collect();
+    // The scale of the largest magnitude becomes -128, which alone uses the whole range.
+    let factor = narrow(extreme(&fits) / -128.0);
+    let (mut scales, mut codes) = ([0; RUNS], [0; Q6KCodec::ELEMENTS]);
+    let runs = values.chunks_exact(RUN).zip(codes.chunks_exact_mut(RUN));
+    for ((values, codes), (fit, of_run)) in runs.zip(fits.into_iter().zip(&mut scales)) {
+        let scale = (fit * reciprocal(widen(factor))).round().clamp(-128.0, 127.0);
+        *of_run = scale as i8;
+        let inverse = reciprocal(widen(factor) * scale);
+        for (code, x) in codes.iter_mut().zip(values) {
+            *code = (x * inverse).round().clamp(-32.0, 31.0) as i8;
+        }
+    }
+    Q6KCodec::pack(factor.to_le_bytes(), &scales, &codes, block);
 }

@@ -72,7 +72,7 @@ impl InferenceArguments {
         let (dtype, kv_cache) = (self.dtype.dtype(), self.kv_cache.stored());
         let quantize = self.quantize.map(QuantizedType::quantization);
         let options = LoadOptions { dtype, kv_cache, quantize, ..LoadOptions::new(threads) };
-        let found = &FoundModel::new(model, None, options, &self.placement)?;
+        let found = &FoundModel::described(model, options, &self.placement)?;
         let longest = found.description.config().max_position_embeddings();
         let context = self.context.map_or(CONTEXT.min(longest), |tokens| tokens as usize);
         if context > longest {
@@ -92,6 +92,10 @@ impl InferenceArguments {
         } else {
             show(&plan, &estimate, &fitting, workload);
             note!("rates: {sources}");
+            if !found.directory.has_weights() {
+                let dtype = found.directory.stored_dtype();
+                note!("weights: none on this machine; those of the configuration, in {dtype}");
+            }
         }
         Ok(())
     }

@@ -163,3 +163,25 @@ fn a_limit_is_predicted_and_kept() {
         assert!(text.contains(part), "{part}: {text}");
     }
 }
+
+#[test]
+fn a_model_is_planned_before_it_is_downloaded() {
+    let workshop = Workshop::trained();
+    let plan = |model: &str, more: &[&str]| {
+        workshop.run(&[&["plan", "--inference", "--model", model, "--context", "64"], more].concat())
+    };
+    let expected = plan("hf", &["--json"]).json();
+    std::fs::create_dir(workshop.path("configuration")).unwrap();
+    std::fs::copy(workshop.path("hf/config.json"), workshop.path("configuration/config.json")).unwrap();
+    let found = plan("configuration", &["--json"]).json();
+    for key in ["model_bytes", "modules", "dtype", "hf_device_map"] {
+        assert_eq!(found[key], expected[key], "{key}");
+    }
+    let shown = plan("configuration", &[]).succeeds();
+    assert!(shown.stderr.contains("weights: none on this machine"), "{shown:?}");
+    // A shape of 16 GB in bf16, under 4 GiB.
+    let preset = plan("llama3-8b", &["--max-memory", "cpu=4GiB", "--json"]).json();
+    assert_eq!(preset["model_bytes"], 2 * 8_030_261_248_u64, "{preset}");
+    assert!(preset["disk_bytes"].as_u64() > Some(12 << 30), "{preset}");
+    generate(&workshop, "configuration", &[]).refuses(2, &["holds neither model.safetensors nor"]);
+}

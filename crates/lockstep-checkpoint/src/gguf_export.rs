@@ -15,7 +15,7 @@ use crate::{
     BlockParameter, CheckpointError, RowOrder, convert,
     gguf::{
         StoredElements,
-        architecture::gemma2_query_scale,
+        architecture::{LOCAL_THETA, WINDOW_PATTERN, gemma_query_scale},
         names::Architecture,
         rope::{divisors_of, rounds_yarn},
         tokenizer_export::{self, TokenizerSettings},
@@ -300,7 +300,7 @@ fn model_metadata(
         }
         RopeScaling::Yarn(yarn) => put_yarn(config, &yarn, &mut put)?,
     }
-    check_gemma(config)?;
+    put_gemma(config, &mut put)?;
     put_window(config, &mut put)?;
     put_experts(config, &mut put)?;
     for (key, cap) in
@@ -332,18 +332,28 @@ fn put_yarn(config: &LlamaConfig, yarn: &Yarn, put: &mut impl FnMut(&str, Value)
     Ok(())
 }
 
-/// Checks that what Gemma 2's files leave out is as readers expect it.
-fn check_gemma(config: &LlamaConfig) -> Result<(), String> {
+/// Puts the windows and RoPE of Gemma 3's layers. Checks that what the files of Gemma 2 and 3 leave out is as readers expect it.
+fn put_gemma(config: &LlamaConfig, put: &mut impl FnMut(&str, Value)) -> Result<(), String> {
     let Some(scale) = config.query_scale else { return Ok(()) };
     let sizes =
         [config.num_hidden_layers, config.hidden_size, config.num_attention_heads].map(|size| size as u64);
-    let expected = gemma2_query_scale(sizes, config.head_dim as u64);
+    let expected = gemma_query_scale(config.family, sizes, config.head_dim as u64);
     if scale != expected as f64 {
         return Err(format!("query_pre_attn_scalar is {scale}; readers of files take {expected}"));
     }
-    match config.full_every {
-        Some(2) => Ok(()),
-        every => Err(format!("layers without a window have the period {every:?}; readers of files take 2")),
+    match (config.family, config.full_every) {
+        (LlamaFamily::Gemma3, Some(every)) => {
+            put(WINDOW_PATTERN, Value::U32(every as u32));
+            if let Some(local) = config.local_rope {
+                put(LOCAL_THETA, Value::F32(local.theta as f32));
+            }
+            Ok(())
+        }
+        (_, Some(2)) => Ok(()),
+        (LlamaFamily::Gemma3, None) => Err("it has no layer without a window".to_owned()),
+        (_, every) => {
+            Err(format!("layers without a window have the period {every:?}; readers of files take 2"))
+        }
     }
 }
 

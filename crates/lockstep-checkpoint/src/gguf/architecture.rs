@@ -11,6 +11,14 @@ use super::{
     rope::{llama3_scaling, scaling},
 };
 
+/// Key of the period of layers without a sliding window.
+pub(crate) const WINDOW_PATTERN: &str = "attention.sliding_window_pattern";
+/// Key of RoPE's base in layers with a sliding window.
+pub(crate) const LOCAL_THETA: &str = "rope.freq_base_swa";
+/// Values for Gemma 3 without these keys, as files from before llama.cpp had them are.
+const GEMMA3_FULL_EVERY: u64 = 6;
+const GEMMA3_LOCAL_THETA: f64 = 10_000.0;
+
 /// Returns the architecture that a file names.
 pub(super) fn architecture_of(metadata: &GgufMetadata) -> Result<&'static Architecture, String> {
     let name = metadata.text("general.architecture").ok_or("`general.architecture` is missing")?;
@@ -123,7 +131,7 @@ fn put_family(
                 return Err(format!("`{}` is set, which is not read", keys.name("attention.sliding_window")));
             }
         }
-        LlamaFamily::Gemma2 => {
+        LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => {
             put("sliding_window", json!(window));
             put("attn_logit_softcapping", json!(keys.number("attn_logit_softcapping")));
             put("final_logit_softcapping", json!(keys.number("final_logit_softcapping")));
@@ -134,13 +142,17 @@ fn put_family(
             ];
             put(
                 "query_pre_attn_scalar",
-                json!(gemma2_query_scale(sizes, keys.size("attention.key_length")?)),
+                json!(gemma_query_scale(family, sizes, keys.size("attention.key_length")?)),
             );
+            if family == LlamaFamily::Gemma3 {
+                let every = keys.optional_size(WINDOW_PATTERN).unwrap_or(GEMMA3_FULL_EVERY);
+                put("sliding_window_pattern", json!(every));
+                put("rope_local_base_freq", json!(keys.number(LOCAL_THETA).unwrap_or(GEMMA3_LOCAL_THETA)));
+            }
         }
         LlamaFamily::GptOss => {
-            let key = "attention.sliding_window_pattern";
-            if keys.optional_size(key).is_some_and(|every| every != 2) {
-                return Err(format!("`{}` is not 2, as in published models", keys.name(key)));
+            if keys.optional_size(WINDOW_PATTERN).is_some_and(|every| every != 2) {
+                return Err(format!("`{}` is not 2, as in published models", keys.name(WINDOW_PATTERN)));
             }
             put("sliding_window", json!(window));
         }
@@ -151,11 +163,12 @@ fn put_family(
     Ok(())
 }
 
-/// Returns the number by whose root Gemma 2 divides scores, which files do not store: the size of a head, but for the model of 27 billion
-/// parameters. `sizes` are layers, width and heads.
-pub(crate) fn gemma2_query_scale([layers, width, heads]: [u64; 3], head_dim: u64) -> u64 {
-    const LAYERS_OF_27B: u64 = 46;
-    if layers == LAYERS_OF_27B { width / heads.max(1) } else { head_dim }
+/// Returns the number by whose root Gemma 2 and 3 divide scores, which files do not store: the size of a head, but for the models of 27
+/// billion parameters. `sizes` are layers, width and heads.
+pub(crate) fn gemma_query_scale(family: LlamaFamily, sizes: [u64; 3], head_dim: u64) -> u64 {
+    let [layers, width, heads] = sizes;
+    let layers_of_27b = if family == LlamaFamily::Gemma3 { 62 } else { 46 };
+    if layers == layers_of_27b { width / heads.max(1) } else { head_dim }
 }
 
 /// Puts the ids of special tokens.

@@ -82,7 +82,8 @@ const PHI3: Names = &[
     ("mlp.down_proj", "ffn_down"),
 ];
 
-const GEMMA2_NORMS: Names = &[
+/// Norms before and after attention and feed-forward; OLMo 2 has those after.
+const NORMS_AROUND: Names = &[
     ("post_attention_layernorm", "post_attention_norm"),
     ("pre_feedforward_layernorm", "ffn_norm"),
     ("post_feedforward_layernorm", "post_ffw_norm"),
@@ -98,7 +99,7 @@ const PLAIN: Architecture = Architecture {
 
 impl Architecture {
     /// The architectures that are read and written.
-    pub(crate) const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 12] = [
         Self {
             name: "llama",
             families: &[LlamaFamily::Llama, LlamaFamily::Mistral],
@@ -134,10 +135,24 @@ impl Architecture {
         },
         Self { name: "phi3", families: &[LlamaFamily::Phi3], modules: &[PHI3, FEED_FORWARD_NORM], ..PLAIN },
         Self {
+            name: "olmo2",
+            families: &[LlamaFamily::Olmo2],
+            modules: &[ATTENTION, NORMS_AROUND, FEED_FORWARD],
+            ..PLAIN
+        },
+        Self { name: "gemma", families: &[LlamaFamily::Gemma], shifts_norms: true, ..PLAIN },
+        Self {
             name: "gemma2",
             families: &[LlamaFamily::Gemma2],
             shifts_norms: true,
-            modules: &[ATTENTION, GEMMA2_NORMS, FEED_FORWARD],
+            modules: &[ATTENTION, NORMS_AROUND, FEED_FORWARD],
+            ..PLAIN
+        },
+        Self {
+            name: "gemma3",
+            families: &[LlamaFamily::Gemma3],
+            shifts_norms: true,
+            modules: &[ATTENTION, NORMS_AROUND, FEED_FORWARD],
             ..PLAIN
         },
     ];

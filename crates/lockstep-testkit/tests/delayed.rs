@@ -12,7 +12,7 @@ use std::time::Duration;
 use lockstep_comm::{Collective, Deadline, LentBuffer, ReduceOp, World, WorldOptions};
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::delayed::{Delayed, Fault};
-use lockstep_tensor::{Arena, Buffer, Queue, Tensor, Workers};
+use lockstep_tensor::{Arena, Buffer, DeviceMemory, Queue, Tensor, Workers};
 use lockstep_testkit::parity::{
     Compute, DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN2_MOE, QWEN3, TinyModel, Workbench, expert_splits, splits,
 };
@@ -36,6 +36,25 @@ fn check(model: TinyModel, plans: &[Vec<&str>]) {
 
 fn settings(split: &[String]) -> Vec<&str> {
     split.iter().map(String::as_str).collect()
+}
+
+#[test]
+fn a_kernel_runs_once_its_event_is_waited_for_and_earlier_access_is_refused() {
+    let device = Delayed::new(None);
+    let arena = Arena::on(Arc::<Delayed>::clone(&device));
+    let queue = arena.queue(1).unwrap();
+    let tensor = |x: [f32; 2]| Tensor::from_slice(&arena, [2], &x, MemoryCategory::Workspace).unwrap();
+    let [a, b, y] = [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]].map(tensor);
+    queue.add(a.view(), b.view(), y.view());
+    let event = queue.record();
+    assert!(!event.is_complete());
+    let early = catch_unwind(AssertUnwindSafe(|| device.touch(y.view(), &"a test"))).unwrap_err();
+    let message = early.downcast_ref::<String>().unwrap();
+    assert!(message.starts_with("too early: a test touches f32 [2]"), "{message}");
+    event.wait();
+    device.touch(y.view(), &"a test");
+    assert_eq!(queue.sum_of_squares(y.view()).wait().value(), 52.0);
+    assert_eq!(y.view().fetch::<f32>(), [4.0, 6.0]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The CPU's queue: kernels run before their call returns, on a pool of threads whose size the caller sets.
 //!
-//! Each kernel has its own file, beside its scalar reference and its tests. `level` detects the usable instructions
-//! once, by CPUID; an instruction that the CPU lacks is never executed.
+//! Each kernel has its own file. Its scalar reference and its tests are in `tests/tensor`. `level` detects the usable
+//! instructions once, by CPUID; an instruction that the CPU lacks is never executed.
 
 mod attention;
 mod bandwidth;
@@ -26,18 +26,12 @@ mod pool;
 mod preference;
 mod quantize;
 mod queue;
-#[cfg(test)]
-mod reference;
 mod rope;
 mod router;
 mod shares;
 mod simd;
 mod softmax;
 mod tasks;
-#[cfg(test)]
-mod testing;
-#[cfg(test)]
-mod tests;
 mod vision;
 
 pub use attention::page_bytes;

@@ -39,10 +39,26 @@ impl CpuQueue {
     /// # Errors
     /// If the threads cannot be started, or there is no memory for scratch.
     pub fn with_level(threads: usize, arena: &Arena, level: CpuLevel) -> Result<Self, TensorError> {
+        // SAFETY: the CPU has the level.
+        unsafe { Self::with_emulated_level(threads, arena, level.on_this_cpu()) }
+    }
+
+    /// Creates a queue at a level that the CPU may lack, for tests that emulate its instructions.
+    ///
+    /// # Errors
+    /// As [`CpuQueue::with_level`].
+    ///
+    /// # Safety
+    /// The CPU or a handler of illegal instructions must execute every instruction of the level.
+    #[doc(hidden)]
+    pub unsafe fn with_emulated_level(
+        threads: usize,
+        arena: &Arena,
+        level: CpuLevel,
+    ) -> Result<Self, TensorError> {
         let pool = Pool::new(threads).map_err(|source| TensorError::ThreadPool { threads, source })?;
         let pool = Arc::new(pool);
         let scratch = Scratch::new(pool.threads(), arena)?;
-        let level = level.on_this_cpu();
         Ok(Self {
             pool,
             level,

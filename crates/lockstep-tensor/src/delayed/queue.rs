@@ -307,32 +307,3 @@ families! {
         dequantize_sum(kind: QuantizedType, parts: usize, records: View<'_>, y: View<'_>);
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-
-    use lockstep_plan::MemoryCategory;
-
-    use super::*;
-    use crate::Tensor;
-
-    #[test]
-    fn a_kernel_runs_once_its_event_is_waited_for_and_earlier_access_is_refused() {
-        let device = Delayed::new(None);
-        let arena = Arena::on(Arc::<Delayed>::clone(&device));
-        let queue = arena.queue(1).unwrap();
-        let tensor = |x: [f32; 2]| Tensor::from_slice(&arena, [2], &x, MemoryCategory::Workspace).unwrap();
-        let [a, b, y] = [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]].map(tensor);
-        queue.add(a.view(), b.view(), y.view());
-        let event = queue.record();
-        assert!(!event.is_complete());
-        let early = catch_unwind(AssertUnwindSafe(|| device.touch(y.view(), &"a test"))).unwrap_err();
-        let message = early.downcast_ref::<String>().unwrap();
-        assert!(message.starts_with("too early: a test touches f32 [2]"), "{message}");
-        event.wait();
-        device.touch(y.view(), &"a test");
-        assert_eq!(queue.sum_of_squares(y.view()).wait().value(), 52.0);
-        assert_eq!(y.view().fetch::<f32>(), [4.0, 6.0]);
-    }
-}

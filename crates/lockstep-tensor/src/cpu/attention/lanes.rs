@@ -242,12 +242,11 @@ impl Lanes for Portable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::testing::levels;
 
     /// Runs a check that is generic over the lanes, on each kind of lanes that this CPU has.
     macro_rules! on_all_lanes {
         ($check:ident) => {
-            for level in levels() {
+            for level in CpuLevel::available() {
                 match level {
                     CpuLevel::Portable => $check::<Portable>(),
                     #[cfg(target_arch = "x86_64")]
@@ -266,7 +265,7 @@ mod tests {
     /// Applies `f` to a register of numbers.
     fn through<V: Lanes>(x: &[f32], f: impl Fn(V) -> V) -> Vec<f32> {
         let mut out = vec![0.0; V::LANES];
-        // SAFETY: `levels` detected the level in the CPU, and both slices hold a register.
+        // SAFETY: `available` detected the level in the CPU, and both slices hold a register.
         V::run(|| unsafe { f(V::load(x[..V::LANES].as_ptr())).store(out.as_mut_ptr()) });
         out
     }
@@ -327,7 +326,7 @@ mod tests {
 
     /// Returns a register with one number in all lanes.
     fn everywhere<V: Lanes>(x: f32) -> V {
-        // SAFETY: called with levels that `levels` detected in the CPU.
+        // SAFETY: called with levels that `available` detected in the CPU.
         unsafe { V::splat(x) }
     }
 
@@ -340,7 +339,7 @@ mod tests {
         // Numbers whose sums round, so that another order of additions gives other bits.
         let x: Vec<f32> = (0..ROWS * V::LANES).map(|i| (i as f32 * 1.7).sin()).collect();
         let mut reduced = [[0.0; ROWS]; 4];
-        // SAFETY: `levels` detected the level in the CPU, and a register of each row lies in the numbers.
+        // SAFETY: `available` detected the level in the CPU, and a register of each row lies in the numbers.
         V::run(|| unsafe {
             let rows: [V; ROWS] = std::array::from_fn(|i| V::load(x[i * V::LANES..][..V::LANES].as_ptr()));
             reduced = [V::sums(&rows), rows.map(V::sum), V::maximums(&rows), rows.map(V::maximum)];
@@ -358,7 +357,7 @@ mod tests {
         let row = V::LANES + 3;
         let source: Vec<f32> = (0..V::LANES * row).map(|i| i as f32).collect();
         let mut target = vec![-1.0; V::LANES * BLOCK];
-        // SAFETY: `levels` detected the level in the CPU, and both slices hold the squares.
+        // SAFETY: `available` detected the level in the CPU, and both slices hold the squares.
         V::run(|| unsafe { V::transpose(source.as_ptr(), row, target.as_mut_ptr()) });
         for (j, line) in target.chunks(BLOCK).enumerate() {
             for (i, x) in line.iter().enumerate() {
@@ -384,7 +383,7 @@ mod tests {
                     philox.block([a, b, c.wrapping_add(i / 4), d])[i as usize % 4] >= threshold
                 };
                 let expected = (0..64).fold(0, |bits, i| bits | u64::from(kept(i)) << i);
-                // SAFETY: `levels` detected the level in the CPU.
+                // SAFETY: `available` detected the level in the CPU.
                 let bits = V::run(|| unsafe { V::keep_bits(key, counter, threshold) });
                 assert_eq!(bits, expected, "{}: threshold {threshold:#x}", V::LEVEL);
             }

@@ -32,22 +32,12 @@ mod page_codes;
 mod page_format;
 mod page_layout;
 mod pages;
-#[cfg(test)]
-mod pages_tests;
 mod product;
-#[cfg(test)]
-mod reference;
 mod scores;
 mod sinks;
-#[cfg(test)]
-mod span_tests;
-#[cfg(test)]
-mod tests;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod tiles;
 mod variant;
-#[cfg(test)]
-mod variant_tests;
 mod worker;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -159,28 +159,6 @@ pub(super) fn scale_columns<V: Lanes>(scales: &[f32], rows: &mut [f32]) {
     }));
 }
 
-/// Replaces a vector by what a cache gives back for it, one number at a time.
-#[cfg(test)]
-pub(super) fn round_trip(stored: KvCacheType, vector: &mut [f32]) {
-    let largest = vector.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-    for x in vector {
-        *x = match stored {
-            KvCacheType::Bf16 => bf16::from_f32(*x).to_f32(),
-            KvCacheType::Int8 => {
-                let scale = largest / INT8_LIMIT;
-                (*x / scale).round_ties_even() * scale
-            }
-            KvCacheType::Fp8 => {
-                let scale = largest / FP8_LIMIT;
-                // Three fraction bits, and no exponent below that of the smallest normal number.
-                let unit = libm::exp2f((*x / scale).abs().max(FP8_NORMAL).log2().floor() - 3.0);
-                (*x / scale / unit).round_ties_even() * unit * scale
-            }
-            KvCacheType::F32 | KvCacheType::F16 => *x,
-        };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use lockstep_plan::{block_format::fp8_value, random::Philox};

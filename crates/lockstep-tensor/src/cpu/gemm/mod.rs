@@ -13,15 +13,9 @@ mod aarch64;
 mod activations;
 #[cfg(target_arch = "x86_64")]
 mod amx;
-#[cfg(all(test, target_arch = "x86_64"))]
-pub(super) mod amx_emulator;
 mod block_lines;
-#[cfg(test)]
-mod block_tests;
 mod blocks;
 mod convolution;
-#[cfg(test)]
-mod convolution_tests;
 #[cfg(target_arch = "x86_64")]
 mod decode_pairs;
 mod dispatch;
@@ -41,16 +35,12 @@ mod packed_lines;
 mod patches;
 mod peak;
 mod problem;
-#[cfg(test)]
-mod reference;
 mod rows;
 mod scratch;
 #[cfg(target_arch = "x86_64")]
 mod split;
 mod store;
 mod task_rows;
-#[cfg(test)]
-mod tests;
 mod thin;
 mod transpose;
 mod units;

@@ -175,7 +175,7 @@ unsafe fn round_to_bf16(_: &[f32], _: &mut [bf16]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::{simd::inlined, testing::levels};
+    use crate::{CpuLevel, cpu::simd::inlined};
 
     #[test]
     fn f16_converts_exactly_and_rounds_to_nearest_even() {
@@ -211,7 +211,7 @@ mod tests {
         let spread = (0..=u32::MAX).step_by(99_991).map(f32::from_bits);
         let halfway = (0..=u16::MAX).map(|bits| f32::from_bits(u32::from(bits) << 16 | 0x8000));
         let numbers: Vec<f32> = special.into_iter().chain(spread).chain(halfway).collect();
-        for level in levels() {
+        for level in CpuLevel::available() {
             for (len, from) in (0..70).cycle().zip(numbers.chunks(70)) {
                 let from = &from[..len.min(from.len())];
                 // One element more than there are numbers: it must stay.

@@ -4,11 +4,10 @@
 //! functions.
 
 use lockstep_plan::QuantizedType;
-
-use crate::Gelu;
+use lockstep_tensor::Gelu;
 
 /// Returns `y` and `rstd` of RMS normalization.
-pub(super) fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
+pub(crate) fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let width = weight.len();
     let rstd: Vec<f64> = x
         .chunks(width)
@@ -19,7 +18,7 @@ pub(super) fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f6
 }
 
 /// Returns `dx` and `dweight` of RMS normalization.
-pub(super) fn rms_norm_backward(dy: &[f64], x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
+pub(crate) fn rms_norm_backward(dy: &[f64], x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let width = weight.len();
     let (_, rstd) = rms_norm(x, weight, eps);
     let (mut dx, mut dweight) = (vec![0.0; x.len()], vec![0.0; width]);
@@ -35,7 +34,7 @@ pub(super) fn rms_norm_backward(dy: &[f64], x: &[f64], weight: &[f64], eps: f64)
 }
 
 /// Returns `y`, mean and `rstd` of layer normalization.
-pub(super) fn layer_norm(
+pub(crate) fn layer_norm(
     x: &[f64],
     weight: &[f64],
     bias: &[f64],
@@ -58,7 +57,7 @@ pub(super) fn layer_norm(
 }
 
 /// Returns `dx`, `dweight` and `dbias` of layer normalization.
-pub(super) fn layer_norm_backward(
+pub(crate) fn layer_norm_backward(
     dy: &[f64],
     x: &[f64],
     weight: &[f64],
@@ -85,7 +84,7 @@ pub(super) fn layer_norm_backward(
 /// Rotates `[tokens, heads, head_dim]` in the half-split form by `sign · position · frequency`.
 ///
 /// The angle is rounded to f32, which is part of the kernel's definition.
-pub(super) fn rope(x: &[f64], positions: &[u32], frequencies: &[f32], sign: f64) -> Vec<f64> {
+pub(crate) fn rope(x: &[f64], positions: &[u32], frequencies: &[f32], sign: f64) -> Vec<f64> {
     let half = frequencies.len();
     let width = x.len() / positions.len();
     let mut y = vec![0.0; x.len()];
@@ -103,18 +102,18 @@ pub(super) fn rope(x: &[f64], positions: &[u32], frequencies: &[f32], sign: f64)
 }
 
 /// Returns the scale of a block of finite numbers, and its codes before rounding.
-pub(super) fn quantized(kind: QuantizedType, x: &[f64]) -> (f64, Vec<f64>) {
+pub(crate) fn quantized(kind: QuantizedType, x: &[f64]) -> (f64, Vec<f64>) {
     let largest = x.iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
     let scale = f64::from(largest as f32 / kind.limit());
     let code = |x: &f64| if scale > 0.0 { x / scale } else { 0.0 };
     (scale, x.iter().map(code).collect())
 }
 
-pub(super) fn sigmoid(x: f64) -> f64 {
+pub(crate) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-pub(super) fn gelu(kind: Gelu, x: f64) -> f64 {
+pub(crate) fn gelu(kind: Gelu, x: f64) -> f64 {
     let cubic = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
     match kind {
         Gelu::Exact => 0.5 * x * libm::erfc(-x / std::f64::consts::SQRT_2),
@@ -122,7 +121,7 @@ pub(super) fn gelu(kind: Gelu, x: f64) -> f64 {
     }
 }
 
-pub(super) fn gelu_derivative(kind: Gelu, x: f64) -> f64 {
+pub(crate) fn gelu_derivative(kind: Gelu, x: f64) -> f64 {
     let root = (2.0 / std::f64::consts::PI).sqrt();
     let tanh = (root * (x + 0.044715 * x.powi(3))).tanh();
     match kind {
@@ -137,7 +136,7 @@ pub(super) fn gelu_derivative(kind: Gelu, x: f64) -> f64 {
 }
 
 /// Returns the losses and log-sum-exps.
-pub(super) fn cross_entropy(logits: &[f64], labels: &[i32]) -> (Vec<f64>, Vec<f64>) {
+pub(crate) fn cross_entropy(logits: &[f64], labels: &[i32]) -> (Vec<f64>, Vec<f64>) {
     let vocabulary = logits.len() / labels.len();
     let log_sum_exp: Vec<f64> = logits
         .chunks(vocabulary)
@@ -154,7 +153,7 @@ pub(super) fn cross_entropy(logits: &[f64], labels: &[i32]) -> (Vec<f64>, Vec<f6
 }
 
 /// Returns the gradient of `seed · Σ losses` with respect to the logits.
-pub(super) fn cross_entropy_backward(logits: &[f64], labels: &[i32], seed: f64) -> Vec<f64> {
+pub(crate) fn cross_entropy_backward(logits: &[f64], labels: &[i32], seed: f64) -> Vec<f64> {
     let vocabulary = logits.len() / labels.len();
     let (_, log_sum_exp) = cross_entropy(logits, labels);
     logits
@@ -171,15 +170,15 @@ pub(super) fn cross_entropy_backward(logits: &[f64], labels: &[i32], seed: f64) 
 }
 
 /// The results of a router.
-pub(super) struct Routing {
-    pub(super) scores: Vec<f64>,
-    pub(super) probabilities: Vec<f64>,
-    pub(super) log_sum_exp: Vec<f64>,
-    pub(super) weights: Vec<f64>,
+pub(crate) struct Routing {
+    pub(crate) scores: Vec<f64>,
+    pub(crate) probabilities: Vec<f64>,
+    pub(crate) log_sum_exp: Vec<f64>,
+    pub(crate) weights: Vec<f64>,
 }
 
 /// Returns the scores of `[tokens, experts]` logits, and the weights of the experts that each token has chosen.
-pub(super) fn route(
+pub(crate) fn route(
     logits: &[f64],
     experts: usize,
     chosen: &[u32],
@@ -207,7 +206,7 @@ pub(super) fn route(
 }
 
 /// Returns the derivative of `f` at `x` by central differences.
-pub(super) fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+pub(crate) fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     const STEP: f64 = 1e-5;
     let mut x = x.to_vec();
     (0..x.len())
@@ -225,7 +224,7 @@ pub(super) fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f6
 
 mod tests {
     use super::*;
-    use crate::cpu::testing::{assert_close, random};
+    use crate::testing::{assert_close, random};
 
     fn dot(a: &[f64], b: &[f64]) -> f64 {
         a.iter().zip(b).map(|(a, b)| a * b).sum()

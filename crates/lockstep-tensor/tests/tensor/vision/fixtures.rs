@@ -1,5 +1,4 @@
 //! The kernels of vision models against PyTorch: `tests/fixtures/vision.py` makes the numbers.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::Path;
 

@@ -1,15 +1,13 @@
 //! Products with quantized weights against dense ones with the decoded weights: the same bits.
 
 use lockstep_plan::{BlockFormat, DType, random::Philox};
-
-use super::{
-    super::testing::{floats, random_of, tensor, values},
-    tests::queues,
-};
-use crate::{
+use lockstep_tensor::{
     BlockActivations, BlockGemm, BlockKernels, BlockLayout, BlockMatrix, CpuLevel, CpuQueue,
     EmbeddingKernels, Gemm, GemmKernels, GemmLayout, Queue, Summation, Tensor, View, Write,
 };
+
+use super::products::queues;
+use crate::testing::{floats, random_of, tensor, values};
 
 /// Returns the bytes of a quantized matrix, and its decoded elements.
 fn quantized(format: BlockFormat, [rows, columns]: [usize; 2], seed: u64) -> (Tensor, Vec<f64>) {

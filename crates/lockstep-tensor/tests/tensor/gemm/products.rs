@@ -2,17 +2,14 @@
 
 use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory};
+use lockstep_tensor::{
+    Arena, CpuLevel, CpuQueue, F32Products, Gemm, GemmKernels, GemmLayout, Queue, Summation, Write,
+};
 use proptest::prelude::*;
 
-use super::{
-    super::{
-        CpuLevel, CpuQueue, F32Products,
-        reference::finite_differences,
-        testing::{assert_close, emulated, floats, random, report_skipped, values},
-    },
-    reference::multiply,
-};
-use crate::{Arena, Gemm, GemmKernels, GemmLayout, Queue, Summation, Write};
+use super::reference::multiply;
+use crate::reference::finite_differences;
+use crate::testing::{assert_close, emulated, floats, random, report_skipped, values};
 
 const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
 /// The types of operands and of C.
@@ -118,7 +115,7 @@ impl Case {
             assert!(
                 (out - exact.value).abs() <= bound,
                 "{} {:?} {:?} m, n, k = {:?}: C[{}, {}] is {out}, must be {} ± {bound:e}",
-                queue.level,
+                queue.level(),
                 self.layout,
                 self.types,
                 self.shape,
@@ -131,7 +128,7 @@ impl Case {
 }
 
 /// Creates queues of every level that can be tested here. AMX is emulated if the CPU lacks it.
-pub(super) fn queues(threads: usize) -> Vec<CpuQueue> {
+pub(crate) fn queues(threads: usize) -> Vec<CpuQueue> {
     let mut queues = Vec::new();
     for level in CpuLevel::ALL {
         if level <= CpuLevel::detect() {
@@ -180,8 +177,8 @@ fn depths_beyond_one_block_agree_with_the_reference() {
 #[test]
 fn chunks_of_rows_and_columns_meet_without_a_gap() {
     // Large enough for several chunks of columns, and, in bf16, of rows with partial sums.
-    for queue in queues(2).into_iter().filter(|queue| queue.level >= CpuLevel::Avx2) {
-        if queue.level == CpuLevel::AmxBf16 && CpuLevel::detect() != CpuLevel::AmxBf16 {
+    for queue in queues(2).into_iter().filter(|queue| queue.level() >= CpuLevel::Avx2) {
+        if queue.level() == CpuLevel::AmxBf16 && CpuLevel::detect() != CpuLevel::AmxBf16 {
             // It would take minutes.
             report_skipped("matrix products of several chunks on emulated AMX");
             continue;
@@ -241,7 +238,8 @@ fn a_part_of_the_rows_has_the_bits_that_they_have_in_the_whole() {
                 };
                 let found = part.run_of(&queue, m);
                 let expected = &whole[rows.start * n..rows.end * n];
-                let name = format!("{} {:?} {:?} rows {rows:?} of {m}", queue.level, case.layout, case.types);
+                let name =
+                    format!("{} {:?} {:?} rows {rows:?} of {m}", queue.level(), case.layout, case.types);
                 assert!(found == expected, "{name}: {:?} instead of {:?}", &found[..3], &expected[..3]);
             }
         }
@@ -278,7 +276,7 @@ fn a_row_summed_by_depth_has_the_same_bits_alone_and_among_any_rows() {
                     };
                     let (found, expected) = (part.run(&queue), &whole[rows.start * n..rows.end * n]);
                     let differs = found.iter().zip(expected).position(|(found, expected)| found != expected);
-                    let name = format!("{} {:?} rows {rows:?} of {m} x {n} x {k}", queue.level, case.types);
+                    let name = format!("{} {:?} rows {rows:?} of {m} x {n} x {k}", queue.level(), case.types);
                     assert!(
                         differs.is_none(),
                         "{name}: element {differs:?} is {:?} instead of {:?}",
@@ -317,8 +315,8 @@ fn nan_and_infinity_reach_their_row_and_no_other() {
             let row = m - 1;
             case.a[if case.layout == GemmLayout::TN { 7 * m + row } else { row * k + 7 }] = value;
             let out = case.run(&queue);
-            assert!(out[..row * n].iter().all(|x| x.is_finite()), "{} {:?}", queue.level, case.layout);
-            assert!(out[row * n..].iter().all(|x| !x.is_finite()), "{} {:?}", queue.level, case.layout);
+            assert!(out[..row * n].iter().all(|x| x.is_finite()), "{} {:?}", queue.level(), case.layout);
+            assert!(out[row * n..].iter().all(|x| !x.is_finite()), "{} {:?}", queue.level(), case.layout);
         }
     }
 }
@@ -348,7 +346,7 @@ fn errors(case: &Case, queue: &CpuQueue) -> [f64; 2] {
 
 #[test]
 fn f32_products_in_three_parts_err_no_more_than_by_fma() {
-    let Some(mut queue) = queues(2).into_iter().find(|queue| queue.level == CpuLevel::AmxBf16) else {
+    let Some(mut queue) = queues(2).into_iter().find(|queue| queue.level() == CpuLevel::AmxBf16) else {
         return;
     };
     let spread = |x: f64, decades: f64| x * 10.0_f64.powf(decades * ((x.abs() * 7.0).fract() - 0.5));
@@ -386,7 +384,7 @@ fn f32_products_in_three_parts_err_no_more_than_by_fma() {
 
 #[test]
 fn values_that_cannot_be_split_are_multiplied_by_fma() {
-    for queue in queues(2).into_iter().filter(|queue| queue.level >= CpuLevel::Avx512) {
+    for queue in queues(2).into_iter().filter(|queue| queue.level() >= CpuLevel::Avx512) {
         for layout in LAYOUTS {
             // One value makes a panel of A exceptional, another one a panel of B; both must enter their products
             // exactly.

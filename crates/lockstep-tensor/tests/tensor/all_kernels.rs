@@ -4,19 +4,17 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use lockstep_plan::DType;
-
-use super::{
-    CpuLevel, CpuQueue,
-    testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
-};
-use crate::{
+use lockstep_tensor::{
     Activation, Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, BatchNorm,
-    BatchNormKernels, Conv2d, ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels,
-    GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels,
-    OptimizerKernels, Permutation, PermutationKernels, Pool2d, PoolKernels, RmsNorm, RotaryKernels, Rotation,
-    Rounding, Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd,
-    Tensor, TokenPositions, TokenSpan, View, Window2d, Write,
+    BatchNormKernels, Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue, Dropout,
+    ElementwiseKernels, EmbeddingKernels, GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm,
+    LayerNorm, LossKernels, NormKernels, OptimizerKernels, Permutation, PermutationKernels, Pool2d,
+    PoolKernels, RmsNorm, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
+    RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions, TokenSpan, View, Window2d,
+    Write,
 };
+
+use crate::testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values};
 
 const ROWS: usize = 3;
 /// A width that is not a multiple of any vector.

@@ -2,20 +2,19 @@
 
 use half::bf16;
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
+use lockstep_tensor::{
+    Arena, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite, CpuLevel,
+    CpuQueue, Dropout, Element, Tensor, TokenSpan, Write,
+};
 use proptest::prelude::*;
 
 use super::reference::Case;
-pub(super) use crate::cpu::testing::emulated;
-use crate::{
-    Arena, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite, CpuLevel,
-    CpuQueue, Dropout, Element, Tensor, TokenSpan, Write,
-    cpu::{simd::Float, testing},
-};
+use crate::testing::{self, Float, emulated};
 
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
 /// Returns a plain causal attention over `len` tokens.
-pub(super) fn causal(
+pub(crate) fn causal(
     sequences: usize,
     len: usize,
     heads: usize,
@@ -46,15 +45,15 @@ pub(super) fn causal(
 }
 
 /// Inputs of the kernels and the reference, rounded to `T`.
-pub(super) struct Inputs<T> {
-    pub(super) q: Vec<T>,
-    pub(super) k: Vec<T>,
-    pub(super) v: Vec<T>,
-    pub(super) dout: Vec<T>,
+pub(crate) struct Inputs<T> {
+    pub(crate) q: Vec<T>,
+    pub(crate) k: Vec<T>,
+    pub(crate) v: Vec<T>,
+    pub(crate) dout: Vec<T>,
 }
 
 impl<T: Float> Inputs<T> {
-    pub(super) fn random(case: &Case, seed: u64) -> Self {
+    pub(crate) fn random(case: &Case, seed: u64) -> Self {
         let draw = |which: u64, elements: usize| {
             let philox = Philox::new(seed * 4 + which);
             (0..elements).map(|i| T::store(philox.normal(i as u64))).collect()
@@ -70,26 +69,26 @@ impl<T: Float> Inputs<T> {
 
 /// Outputs of the kernels.
 #[derive(PartialEq, Debug)]
-pub(super) struct Outputs {
-    pub(super) out: Vec<f32>,
-    pub(super) log_sum_exp: Vec<f32>,
-    pub(super) dq: Vec<f32>,
-    pub(super) dk: Vec<f32>,
-    pub(super) dv: Vec<f32>,
+pub(crate) struct Outputs {
+    pub(crate) out: Vec<f32>,
+    pub(crate) log_sum_exp: Vec<f32>,
+    pub(crate) dq: Vec<f32>,
+    pub(crate) dk: Vec<f32>,
+    pub(crate) dv: Vec<f32>,
     /// Empty without sinks.
-    pub(super) dsinks: Vec<f32>,
+    pub(crate) dsinks: Vec<f32>,
 }
 
 /// Tensors of a case's variant.
-pub(super) struct VariantTensors {
+pub(crate) struct VariantTensors {
     document_ends: Option<Tensor>,
-    pub(super) key_mask: Option<Tensor>,
+    pub(crate) key_mask: Option<Tensor>,
     alibi_slopes: Option<Tensor>,
-    pub(super) sinks: Option<Tensor>,
+    pub(crate) sinks: Option<Tensor>,
 }
 
 impl VariantTensors {
-    pub(super) fn new(case: &Case, document_ends: Option<&[u32]>, arena: &Arena) -> Self {
+    pub(crate) fn new(case: &Case, document_ends: Option<&[u32]>, arena: &Arena) -> Self {
         fn tensor<T: Element>(arena: &Arena, elements: &[T]) -> Tensor {
             Tensor::from_slice(arena, [elements.len()], elements, CATEGORY).unwrap()
         }
@@ -102,7 +101,7 @@ impl VariantTensors {
         }
     }
 
-    pub(super) fn variant(&self, case: &Case) -> AttentionVariant<'_> {
+    pub(crate) fn variant(&self, case: &Case) -> AttentionVariant<'_> {
         AttentionVariant {
             direction: case.direction,
             document_ends: self.document_ends.as_ref().map(Tensor::view),
@@ -115,17 +114,17 @@ impl VariantTensors {
 }
 
 /// Tensors and dropout keys of a case, on an arena of their own.
-pub(super) struct Fixture<T> {
+pub(crate) struct Fixture<T> {
     case: Case,
-    pub(super) arena: Arena,
+    pub(crate) arena: Arena,
     keys: Tensor,
     document_starts: Option<Tensor>,
     inputs: Inputs<T>,
-    pub(super) variant: VariantTensors,
+    pub(crate) variant: VariantTensors,
 }
 
 impl<T: Float> Fixture<T> {
-    pub(super) fn new(case: &Case, inputs: Inputs<T>) -> Self {
+    pub(crate) fn new(case: &Case, inputs: Inputs<T>) -> Self {
         let arena = Arena::new();
         let words: Vec<_> = (0..case.sequences)
             .flat_map(|sequence| [Case::key(sequence) as u32, (Case::key(sequence) >> 32) as u32])
@@ -165,7 +164,7 @@ impl<T: Float> Fixture<T> {
         Tensor::from_slice(&self.arena, [elements.len()], elements, CATEGORY).unwrap()
     }
 
-    pub(super) fn run(&self, level: CpuLevel, threads: usize) -> Outputs {
+    pub(crate) fn run(&self, level: CpuLevel, threads: usize) -> Outputs {
         let queue = if level <= CpuLevel::detect() {
             CpuQueue::with_level(threads, &self.arena, level).unwrap()
         } else {
@@ -212,7 +211,7 @@ impl<T: Float> Fixture<T> {
     }
 
     /// Returns `before` with the gradients of the sinks added, for outputs of an earlier run.
-    pub(super) fn sinks_gradient(&self, level: CpuLevel, outputs: &Outputs, before: &[f32]) -> Vec<f32> {
+    pub(crate) fn sinks_gradient(&self, level: CpuLevel, outputs: &Outputs, before: &[f32]) -> Vec<f32> {
         let queue = CpuQueue::with_level(1, &self.arena, level).unwrap();
         let narrow = |x: &[f32]| self.tensor(&x.iter().map(|x| T::store(*x)).collect::<Vec<_>>());
         let f32s = |x: &[f32]| Tensor::from_slice(&self.arena, [x.len()], x, CATEGORY).unwrap();
@@ -225,7 +224,7 @@ impl<T: Float> Fixture<T> {
 }
 
 /// Returns the CPU levels that attention distinguishes and this CPU has.
-pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
+pub(crate) fn levels() -> impl Iterator<Item = CpuLevel> {
     testing::levels()
 }
 
@@ -252,13 +251,13 @@ fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expect
 }
 
 /// Compares all outputs at a level with the reference.
-pub(super) fn check<T: Float>(case: &Case, level: CpuLevel, seed: u64) {
+pub(crate) fn check<T: Float>(case: &Case, level: CpuLevel, seed: u64) {
     let actual = Fixture::new(case, Inputs::<T>::random(case, seed)).run(level, 2);
     assert_agrees(case, level, &Inputs::<T>::random(case, seed), &actual);
 }
 
 /// Panics unless the outputs agree with the reference.
-pub(super) fn assert_agrees<T: Float>(case: &Case, level: CpuLevel, inputs: &Inputs<T>, actual: &Outputs) {
+pub(crate) fn assert_agrees<T: Float>(case: &Case, level: CpuLevel, inputs: &Inputs<T>, actual: &Outputs) {
     let wide = |x: &[T]| x.iter().map(|x| f64::from(x.load())).collect::<Vec<_>>();
     let (q, k, v, dout) = (wide(&inputs.q), wide(&inputs.k), wide(&inputs.v), wide(&inputs.dout));
     let (out, log_sum_exp) = case.forward(&q, &k, &v);
@@ -287,7 +286,7 @@ pub(super) fn assert_agrees<T: Float>(case: &Case, level: CpuLevel, inputs: &Inp
     }
 }
 
-pub(super) fn check_everywhere(case: &Case) {
+pub(crate) fn check_everywhere(case: &Case) {
     for level in levels() {
         check::<f32>(case, level, 1);
         check::<bf16>(case, level, 2);
@@ -334,7 +333,7 @@ fn a_window_hides_old_keys() {
 
 /// Returns the first token of each token's document, for consecutive documents of these lengths; the last one extends
 /// to the end of the sequence.
-pub(super) fn document_starts(len: usize, lengths: &[usize]) -> Vec<u32> {
+pub(crate) fn document_starts(len: usize, lengths: &[usize]) -> Vec<u32> {
     let mut starts = Vec::new();
     for &length in lengths {
         let first = starts.len();

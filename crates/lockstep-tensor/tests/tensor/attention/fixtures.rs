@@ -1,6 +1,5 @@
 //! Attention variants agree with PyTorch's and transformers' (numbers of `tests/fixtures/attention.py`), forward and
 //! backward, on every level of this CPU.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::Path;
 

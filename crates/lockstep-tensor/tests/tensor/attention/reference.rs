@@ -1,60 +1,59 @@
 //! Reference attention by its definition, in f64 and one score at a time, for tests of the block kernels.
 
 use lockstep_plan::random::Philox;
+use lockstep_tensor::AttentionDirection;
 
-use crate::AttentionDirection;
-
-/// The geometry of [`Attention`](crate::Attention), with owned operands.
+/// The geometry of [`Attention`](lockstep_tensor::Attention), with owned operands.
 #[derive(Debug, Clone)]
-pub(super) struct Case {
-    pub(super) sequences: usize,
-    pub(super) query_len: usize,
-    pub(super) key_len: usize,
-    pub(super) query_start: usize,
-    pub(super) heads: usize,
-    pub(super) key_value_heads: usize,
-    pub(super) head_dim: usize,
-    pub(super) scale: f32,
-    pub(super) window: Option<usize>,
+pub(crate) struct Case {
+    pub(crate) sequences: usize,
+    pub(crate) query_len: usize,
+    pub(crate) key_len: usize,
+    pub(crate) query_start: usize,
+    pub(crate) heads: usize,
+    pub(crate) key_value_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) scale: f32,
+    pub(crate) window: Option<usize>,
     /// First key of each query's document, `[sequences · query_len]`.
-    pub(super) document_starts: Option<Vec<u32>>,
+    pub(crate) document_starts: Option<Vec<u32>>,
     /// Index of the first head in the whole model.
-    pub(super) first_head: usize,
+    pub(crate) first_head: usize,
     /// Dropout probability; 0 for no dropout.
-    pub(super) dropout: f32,
-    pub(super) site: u32,
-    pub(super) direction: AttentionDirection,
+    pub(crate) dropout: f32,
+    pub(crate) site: u32,
+    pub(crate) direction: AttentionDirection,
     /// End of each query's document, `[sequences · query_len]`.
-    pub(super) document_ends: Option<Vec<u32>>,
+    pub(crate) document_ends: Option<Vec<u32>>,
     /// `[sequences · key_len]`, 0 where hidden.
-    pub(super) key_mask: Option<Vec<u32>>,
+    pub(crate) key_mask: Option<Vec<u32>>,
     /// `[heads]`.
-    pub(super) alibi_slopes: Option<Vec<f32>>,
-    pub(super) soft_cap: Option<f32>,
+    pub(crate) alibi_slopes: Option<Vec<f32>>,
+    pub(crate) soft_cap: Option<f32>,
     /// `[heads]`.
-    pub(super) sinks: Option<Vec<f64>>,
+    pub(crate) sinks: Option<Vec<f64>>,
 }
 
 impl Case {
     /// Returns the dropout key of a sequence.
-    pub(super) fn key(sequence: usize) -> u64 {
+    pub(crate) fn key(sequence: usize) -> u64 {
         0x1234_5678_9abc_def0_u64.wrapping_mul(sequence as u64 + 1)
     }
 
-    pub(super) fn query_elements(&self) -> usize {
+    pub(crate) fn query_elements(&self) -> usize {
         self.sequences * self.query_len * self.heads * self.head_dim
     }
 
-    pub(super) fn key_elements(&self) -> usize {
+    pub(crate) fn key_elements(&self) -> usize {
         self.sequences * self.key_len * self.key_value_heads * self.head_dim
     }
 
-    pub(super) fn statistic_elements(&self) -> usize {
+    pub(crate) fn statistic_elements(&self) -> usize {
         self.sequences * self.query_len * self.heads
     }
 
     /// Returns the dropout's factor on a probability.
-    pub(super) fn factor(&self, sequence: usize, query: usize, head: usize, key: usize) -> f64 {
+    pub(crate) fn factor(&self, sequence: usize, query: usize, head: usize, key: usize) -> f64 {
         if self.dropout == 0.0 {
             return 1.0;
         }
@@ -82,7 +81,7 @@ impl Case {
 
     /// Returns the gradients of the sinks by their formula, `-sum of exp(sink - lse) rowsum(dO ∘ O)`, and the roots of
     /// the sums of the squares of its terms, to which rounding errors are proportional even where the terms cancel.
-    pub(super) fn sinks_backward(&self, out: &[f64], log_sum_exp: &[f64], dout: &[f64]) -> [Vec<f64>; 2] {
+    pub(crate) fn sinks_backward(&self, out: &[f64], log_sum_exp: &[f64], dout: &[f64]) -> [Vec<f64>; 2] {
         let heads = self.sinks.as_ref().map_or(0, Vec::len);
         let (mut gradients, mut squares) = (vec![0.0; heads], vec![0.0; heads]);
         self.for_each_row(|row| {
@@ -156,7 +155,7 @@ impl Case {
     }
 
     /// Returns the outputs and log-sum-exps.
-    pub(super) fn forward(&self, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    pub(crate) fn forward(&self, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
         let mut out = vec![0.0; self.query_elements()];
         let mut log_sum_exp = vec![0.0; self.statistic_elements()];
         self.for_each_row(|row| {
@@ -172,7 +171,7 @@ impl Case {
     /// Returns the gradients of queries, keys, values and sinks (empty without sinks). `rounded_out` replaces the exact
     /// outputs in `rowsum(dO ∘ O)`: where few keys are visible, `dP - rowsum(dO ∘ O)` cancels, and the rounding of a
     /// 16-bit output is most of what remains.
-    pub(super) fn backward(
+    pub(crate) fn backward(
         &self,
         [q, k, v]: [&[f64]; 3],
         dout: &[f64],

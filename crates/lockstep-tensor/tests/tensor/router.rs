@@ -1,11 +1,15 @@
 //! Routers against the definition: chosen experts, weights, and the gradient of the logits.
 
-use super::*;
-use crate::cpu::{
-    reference::{self, finite_differences},
-    testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values},
+use lockstep_plan::DType;
+use lockstep_tensor::{
+    Arena, CpuQueue, ExpertGroups, Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores,
+    RouterWeights, Tensor, TokenPositions,
 };
-use crate::{Arena, ExpertGroups, RouterKernels, Tensor};
+
+use crate::reference::{self, finite_differences};
+use crate::testing::{
+    ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values,
+};
 
 /// A router without views, and logits for it.
 #[derive(Debug, Clone)]

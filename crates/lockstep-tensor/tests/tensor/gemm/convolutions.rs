@@ -1,19 +1,14 @@
 //! Convolutions of random shapes against the reference, at every level and for every type.
 
 use lockstep_plan::DType;
+use lockstep_tensor::{Arena, Conv2d, ConvolutionKernels, CpuLevel, CpuQueue, View, Window2d, Write};
 use proptest::prelude::*;
 
-use super::{
-    super::{
-        CpuLevel, CpuQueue,
-        reference::finite_differences,
-        testing::{
-            self, ACTIVATIONS, assert_close, floats, on_every_queue, random_of, report_skipped, values,
-        },
-    },
-    reference,
+use super::reference;
+use crate::reference::finite_differences;
+use crate::testing::{
+    self, ACTIVATIONS, assert_close, floats, on_every_queue, random_of, report_skipped, values,
 };
-use crate::{Arena, Conv2d, ConvolutionKernels, View, Window2d, Write};
 
 /// A convolution with its operands, which the type of the activations represents exactly.
 struct Case {
@@ -27,7 +22,7 @@ struct Case {
 
 impl Case {
     fn new(conv: Conv2d, dtype: DType, has_bias: bool) -> Self {
-        let of = |seed, shape: crate::Shape| random_of(dtype, seed, shape.elements());
+        let of = |seed, shape: lockstep_tensor::Shape| random_of(dtype, seed, shape.elements());
         Self {
             conv,
             dtype,
@@ -48,7 +43,7 @@ impl Case {
         ]
         .map(|(shape, values)| floats(dtype, shape, values));
         let bias = self.bias.as_ref().map(|bias| floats(dtype, [conv.out_channels()], bias));
-        let nan = |shape: crate::Shape| floats(dtype, shape, &vec![f64::NAN; shape.elements()]);
+        let nan = |shape: lockstep_tensor::Shape| floats(dtype, shape, &vec![f64::NAN; shape.elements()]);
         let (y, dx) = (nan(conv.output_shape()), nan(conv.input_shape()));
         let added = floats(dtype, conv.input_shape(), &self.x);
         let dweight = floats(DType::F32, conv.weight_shape(), &self.weight);
@@ -227,7 +222,7 @@ fn no_images_leave_the_gradient_of_the_weight_as_it_was() {
 fn a_weight_of_another_shape_is_refused() {
     let conv = Conv2d::new([1, 5, 5, 3], 2, Window2d::square(3, 1, 1), 1).unwrap();
     let queue = CpuQueue::new(1, &Arena::new()).unwrap();
-    let tensor = |shape: crate::Shape| floats(DType::F32, shape, &vec![0.0; shape.elements()]);
+    let tensor = |shape: lockstep_tensor::Shape| floats(DType::F32, shape, &vec![0.0; shape.elements()]);
     let (x, y, weight) = (tensor(conv.input_shape()), tensor(conv.output_shape()), tensor([3].into()));
     let run = |weight: View<'_>| queue.conv2d(conv, x.view(), weight, None, y.view());
     run(weight.view());

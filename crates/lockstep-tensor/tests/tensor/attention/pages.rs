@@ -4,23 +4,51 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_plan::{DType, KvCacheType, MemoryCategory, random::Philox};
+use lockstep_tensor::{
+    Arena, Attention, AttentionKernels, CacheShape, CachedVectors, CpuLevel, CpuQueue, Element, PAGE_TOKENS,
+    PagedCache, Queue, Summation, Tensor, TokenSpan, Write, alibi_slopes, page_bytes,
+};
 use proptest::prelude::*;
 
 use super::{
-    page_codes::round_trip,
+    kernels::{Inputs, VariantTensors, causal, levels},
     reference::Case,
-    tests::{Inputs, VariantTensors, causal, emulated, levels},
-    variant_tests::sinks,
+    variants::sinks,
 };
-use crate::{
-    Arena, Attention, AttentionKernels, CacheShape, CachedVectors, CpuLevel, CpuQueue, Element, PAGE_TOKENS,
-    PagedCache, Queue, Summation, Tensor, TokenSpan, Write, alibi_slopes, cpu::simd::Float, page_bytes,
-};
+use crate::testing::{Float, emulated};
 
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
 fn tensor<T: Element>(arena: &Arena, elements: &[T]) -> Tensor {
     Tensor::from_slice(arena, [elements.len()], elements, CATEGORY).unwrap()
+}
+
+/// Largest integer code of a cache.
+const INT8_LIMIT: f32 = 127.0;
+/// Largest E4M3 number.
+const FP8_LIMIT: f32 = 448.0;
+/// Smallest normal E4M3 number.
+const FP8_NORMAL: f32 = 0.015_625;
+
+/// Replaces a vector by what a cache gives back for it, one number at a time.
+fn round_trip(stored: KvCacheType, vector: &mut [f32]) {
+    let largest = vector.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+    for x in vector {
+        *x = match stored {
+            KvCacheType::Bf16 => bf16::from_f32(*x).to_f32(),
+            KvCacheType::Int8 => {
+                let scale = largest / INT8_LIMIT;
+                (*x / scale).round_ties_even() * scale
+            }
+            KvCacheType::Fp8 => {
+                let scale = largest / FP8_LIMIT;
+                // Three fraction bits, and no exponent below that of the smallest normal number.
+                let unit = libm::exp2f((*x / scale).abs().max(FP8_NORMAL).log2().floor() - 3.0);
+                (*x / scale / unit).round_ties_even() * unit * scale
+            }
+            KvCacheType::F32 | KvCacheType::F16 => *x,
+        };
+    }
 }
 
 fn queue(level: CpuLevel, threads: usize, arena: &Arena) -> CpuQueue {

@@ -7,7 +7,7 @@
 
 use std::{cell::UnsafeCell, sync::OnceLock};
 
-use crate::{Arena, CpuLevel, CpuQueue};
+use lockstep_tensor::{Arena, CpuLevel, CpuQueue};
 
 /// A tile register: 16 rows of 64 bytes.
 type TileRegister = [[u32; 16]; 16];
@@ -24,13 +24,12 @@ thread_local! {
 }
 
 /// Creates a queue with emulated AMX, if `level` is AMX and the CPU lacks nothing else of it.
-pub(in crate::cpu) fn queue(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
+pub(crate) fn queue(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
     if level != CpuLevel::AmxBf16 || CpuLevel::detect() != CpuLevel::Avx512Bf16 || !install() {
         return None;
     }
-    let mut queue = CpuQueue::new(threads, arena).ok()?;
-    queue.level = level;
-    Some(queue)
+    // SAFETY: the CPU executes AVX-512, and the handler the tile instructions.
+    unsafe { CpuQueue::with_emulated_level(threads, arena, level) }.ok()
 }
 
 /// Installs the handler, once for the process. Returns true on success.

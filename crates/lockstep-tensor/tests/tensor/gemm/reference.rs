@@ -1,16 +1,16 @@
 //! The definitions of the product and of the convolution, in f64 and one element at a time, for tests of the kernels.
 
-use crate::{Conv2d, GemmLayout, Window2d};
+use lockstep_tensor::{Conv2d, GemmLayout, Window2d};
 
 /// An element of a product and the sum of its terms' magnitudes, to which rounding errors are proportional.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Exact {
-    pub(super) value: f64,
-    pub(super) magnitude: f64,
+pub(crate) struct Exact {
+    pub(crate) value: f64,
+    pub(crate) magnitude: f64,
 }
 
 /// Computes `A · B` by `layout`, `[m, n]`, plus `bias [n]` and `earlier [m, n]` if given.
-pub(super) fn multiply(
+pub(crate) fn multiply(
     layout: GemmLayout,
     [m, n, k]: [usize; 3],
     a: &[f64],
@@ -69,14 +69,14 @@ fn for_each_multiplication(conv: Conv2d, mut work: impl FnMut(usize, usize, usiz
 }
 
 /// Computes the convolution of `x` with `weight`.
-pub(super) fn conv2d(conv: Conv2d, x: &[f64], weight: &[f64]) -> Vec<f64> {
+pub(crate) fn conv2d(conv: Conv2d, x: &[f64], weight: &[f64]) -> Vec<f64> {
     let mut y = vec![0.0; conv.output_shape().elements()];
     for_each_multiplication(conv, |at, w, out| y[out] += x[at] * weight[w]);
     y
 }
 
 /// Returns the gradients of the input and of the weight of a convolution.
-pub(super) fn conv2d_backward(conv: Conv2d, dy: &[f64], x: &[f64], weight: &[f64]) -> (Vec<f64>, Vec<f64>) {
+pub(crate) fn conv2d_backward(conv: Conv2d, dy: &[f64], x: &[f64], weight: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (mut dx, mut dweight) = (vec![0.0; x.len()], vec![0.0; weight.len()]);
     for_each_multiplication(conv, |at, w, out| {
         dx[at] += dy[out] * weight[w];

@@ -4,13 +4,14 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_plan::{MemoryCategory, random::Philox};
+use lockstep_tensor::{Arena, AttentionDirection, CpuLevel, Tensor, alibi_slopes, document_ends};
 use proptest::prelude::*;
 
 use super::{
+    kernels::{Fixture, Inputs, Outputs, causal, check, check_everywhere, document_starts, levels},
     reference::Case,
-    tests::{Fixture, Inputs, Outputs, causal, check, check_everywhere, document_starts, emulated, levels},
 };
-use crate::{Arena, AttentionDirection, CpuLevel, Tensor, alibi_slopes, document_ends};
+use crate::testing::emulated;
 
 /// Returns a plain bidirectional attention over `len` tokens.
 fn bidirectional(
@@ -27,12 +28,12 @@ fn bidirectional(
 }
 
 /// Returns a sink for each head, around the size of a row's log-sum-exp.
-pub(super) fn sinks(heads: usize) -> Vec<f64> {
+pub(crate) fn sinks(heads: usize) -> Vec<f64> {
     (0..heads as u64).map(|head| f64::from(1.0 + 2.0 * Philox::new(17).normal(head))).collect()
 }
 
 /// Returns a mask of the keys, each valid with a probability of `share`.
-pub(super) fn random_mask(seed: u64, keys: usize, share: f64) -> Vec<u32> {
+pub(crate) fn random_mask(seed: u64, keys: usize, share: f64) -> Vec<u32> {
     let philox = Philox::new(seed);
     // Any number other than 0 shows a key.
     (0..keys as u64).map(|key| if philox.uniform(key) < share { 1 + key as u32 % 3 } else { 0 }).collect()

@@ -7,18 +7,16 @@ use std::{
 
 use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
-
-use super::{CpuLevel, CpuQueue};
-use crate::{AdamW, Arena, Rounding, Shape, Tensor, View};
+use lockstep_tensor::{AdamW, Arena, CpuLevel, CpuQueue, Element, Rounding, Shape, Tensor, View};
 
 /// Returns numbers between -2 and 2 that depend on the seed only.
-pub(super) fn random(seed: u64, elements: usize) -> Vec<f64> {
+pub(crate) fn random(seed: u64, elements: usize) -> Vec<f64> {
     let philox = Philox::new(seed);
     (0..elements as u64).map(|i| 4.0 * philox.uniform(i) - 2.0).collect()
 }
 
 /// Returns the values, rounded to `dtype`.
-pub(super) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
+pub(crate) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
     let round = |x: f64| match dtype {
         DType::F32 => f64::from(x as f32),
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
@@ -29,12 +27,12 @@ pub(super) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
 }
 
 /// Returns random numbers that `dtype` represents exactly.
-pub(super) fn random_of(dtype: DType, seed: u64, elements: usize) -> Vec<f64> {
+pub(crate) fn random_of(dtype: DType, seed: u64, elements: usize) -> Vec<f64> {
     rounded(dtype, &random(seed, elements))
 }
 
 /// Creates a tensor of floats.
-pub(super) fn floats(dtype: DType, shape: impl Into<Shape>, values: &[f64]) -> Tensor {
+pub(crate) fn floats(dtype: DType, shape: impl Into<Shape>, values: &[f64]) -> Tensor {
     let arena = Arena::new();
     let category = MemoryCategory::Activations;
     let values = values.iter().map(|x| *x as f32);
@@ -52,12 +50,12 @@ pub(super) fn floats(dtype: DType, shape: impl Into<Shape>, values: &[f64]) -> T
 }
 
 /// Creates a one-dimensional tensor of any element type.
-pub(super) fn tensor<T: crate::Element>(elements: &[T]) -> Tensor {
+pub(crate) fn tensor<T: Element>(elements: &[T]) -> Tensor {
     Tensor::from_slice(&Arena::new(), [elements.len()], elements, MemoryCategory::Activations).unwrap()
 }
 
 /// Returns the elements as f64, which represents each of them exactly.
-pub(super) fn values(view: View<'_>) -> Vec<f64> {
+pub(crate) fn values(view: View<'_>) -> Vec<f64> {
     match view.dtype() {
         DType::F32 => view.to_vec::<f32>().into_iter().map(f64::from).collect(),
         DType::BF16 => view.to_vec::<bf16>().into_iter().map(f64::from).collect(),
@@ -67,13 +65,13 @@ pub(super) fn values(view: View<'_>) -> Vec<f64> {
 }
 
 /// Returns the relative rounding error of a result: f32 kernels may round several times, bf16 ones only at the store.
-pub(super) fn tolerance(dtype: DType) -> f64 {
+pub(crate) fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F32 { 2e-6 } else { 1.0 / 256.0 + 1e-5 }
 }
 
 /// Panics with the worst pair unless `|actual - expected| <= relative · |expected| + absolute` everywhere.
 #[track_caller]
-pub(super) fn assert_close(name: &str, actual: &[f64], expected: &[f64], relative: f64, absolute: f64) {
+pub(crate) fn assert_close(name: &str, actual: &[f64], expected: &[f64], relative: f64, absolute: f64) {
     assert_eq!(actual.len(), expected.len(), "{name}: lengths differ");
     let excess = |i: usize| {
         let excess = (actual[i] - expected[i]).abs() - relative * expected[i].abs() - absolute;
@@ -90,7 +88,7 @@ pub(super) fn assert_close(name: &str, actual: &[f64], expected: &[f64], relativ
 
 /// Returns the first AdamW step on (parameter, gradient, first and second moment), with a learning rate large enough
 /// to see.
-pub(super) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'a>; 4]) -> AdamW<'a> {
+pub(crate) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'a>; 4]) -> AdamW<'a> {
     AdamW {
         parameter,
         gradient,
@@ -109,7 +107,7 @@ pub(super) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'
 
 /// Reports what tests skip, once for each message. It writes to standard error directly, because the output of
 /// `eprintln!` in a passing test is hidden.
-pub(super) fn report_skipped(what: &str) {
+pub(crate) fn report_skipped(what: &str) {
     static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
     if !said.iter().any(|earlier| earlier == what) {
@@ -121,7 +119,7 @@ pub(super) fn report_skipped(what: &str) {
 }
 
 /// Returns the levels that this CPU can run, lowest first, and reports the missing ones.
-pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
+pub(crate) fn levels() -> impl Iterator<Item = CpuLevel> {
     CpuLevel::ALL.into_iter().filter(|level| {
         let present = *level <= CpuLevel::detect();
         if !present {
@@ -133,19 +131,19 @@ pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
 
 /// Creates a queue of a level that the CPU lacks, if its instructions can be emulated.
 #[cfg(target_arch = "x86_64")]
-pub(super) fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
-    super::gemm::amx_emulator::queue(level, threads, arena)
+pub(crate) fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
+    crate::gemm::amx_emulator::queue(level, threads, arena)
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-pub(super) fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
+pub(crate) fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
     None
 }
 
 /// Runs a kernel on queues of every level that this CPU has, with one, two and three threads. The results must have
 /// the same bits for any number of threads. `check` receives the results of each level.
 #[track_caller]
-pub(super) fn on_every_queue(run: impl Fn(&CpuQueue) -> Vec<Vec<f64>>, check: impl Fn(&[Vec<f64>])) {
+pub(crate) fn on_every_queue(run: impl Fn(&CpuQueue) -> Vec<Vec<f64>>, check: impl Fn(&[Vec<f64>])) {
     let bits = |results: &[Vec<f64>]| -> Vec<Vec<u64>> {
         results.iter().map(|result| result.iter().map(|x| x.to_bits()).collect()).collect()
     };
@@ -174,4 +172,42 @@ fn first_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> Option<(usize, usize, f64
 }
 
 /// The types of activations.
-pub(super) const ACTIVATIONS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+pub(crate) const ACTIVATIONS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// A float storage type.
+pub(crate) trait Float: Element {
+    /// Returns the value as f32.
+    fn load(self) -> f32;
+    /// Returns the value nearest to `x`, ties to even.
+    fn store(x: f32) -> Self;
+}
+
+impl Float for f32 {
+    fn load(self) -> f32 {
+        self
+    }
+
+    fn store(x: f32) -> Self {
+        x
+    }
+}
+
+impl Float for bf16 {
+    fn load(self) -> f32 {
+        self.to_f32()
+    }
+
+    fn store(x: f32) -> Self {
+        Self::from_f32(x)
+    }
+}
+
+impl Float for f16 {
+    fn load(self) -> f32 {
+        self.to_f32()
+    }
+
+    fn store(x: f32) -> Self {
+        Self::from_f32(x)
+    }
+}

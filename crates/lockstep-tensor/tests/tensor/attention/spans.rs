@@ -5,17 +5,18 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_plan::MemoryCategory;
+use lockstep_tensor::{
+    Arena, Attention, AttentionDirection, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue,
+    Dropout, Element, Tensor, TokenSpan, Write, alibi_slopes, document_ends,
+};
 use proptest::prelude::*;
 
 use super::{
+    kernels::{Inputs, Outputs, VariantTensors, assert_agrees, causal, document_starts, levels},
     reference::Case,
-    tests::{Inputs, Outputs, VariantTensors, assert_agrees, causal, document_starts, emulated, levels},
-    variant_tests::{random_mask, sinks},
+    variants::{random_mask, sinks},
 };
-use crate::{
-    Arena, Attention, AttentionDirection, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue,
-    Dropout, Element, Tensor, TokenSpan, Write, alibi_slopes, cpu::simd::Float, document_ends,
-};
+use crate::testing::{Float, emulated};
 
 /// Assignment of a sequence's tokens to context-parallel ranks.
 #[derive(Debug, Clone, Copy)]

@@ -4,9 +4,6 @@
 //! `c s_i / N`. The gradient flows through the weights of the chosen experts and through the auxiliary losses: those
 //! of the probabilities `p = s / Σ s`, and that of the squared log-sum-exp (z-loss).
 
-#[cfg(test)]
-mod tests;
-
 use std::ops::Range;
 
 use lockstep_plan::DType;

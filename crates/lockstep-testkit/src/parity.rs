@@ -396,7 +396,8 @@ pub fn on_ranks_of<T: Send>(
     join: impl Fn(Group) -> Result<Ranks, Error> + Sync,
     run: impl Fn(&Ranks) -> Result<T, Error> + Sync,
 ) -> Result<Vec<T>, Error> {
-    let options = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
+    // One core: the ranks of other tests run beside these, so a waiting rank sleeps at once.
+    let options = WorldOptions { arena_bytes: 1 << 28, cores: 1, ..WorldOptions::default() };
     let groups = World::in_process(config.ranks(), options)?;
     std::thread::scope(|scope| {
         let rank = |group| scope.spawn(|| run(&join(group)?));

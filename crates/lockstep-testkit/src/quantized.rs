@@ -68,7 +68,7 @@ fn on_ranks<T: Send>(
         ..Plan::default()
     };
     let plan = model.check_plan(&plan, [replicate * shard, SHAPE.seq_len])?;
-    let world = WorldOptions { arena_bytes: 1 << 28, ..WorldOptions::default() };
+    let world = WorldOptions { arena_bytes: 1 << 28, cores: 1, ..WorldOptions::default() };
     let groups = World::in_process(plan.mesh().world_size(), world)?;
     thread::scope(|scope| {
         let rank = |group: lockstep_comm::Group| {

@@ -20,17 +20,29 @@ pub struct EmbeddedTokenizer {
 
 /// Rules by which a byte-level tokenizer splits text before merging: names in files, pattern, and true if a piece that is a token is not
 /// split (llama.cpp: `llama-vocab.cpp`).
-pub(crate) const SPLITS: [Split; 5] = [
+pub(crate) const SPLITS: [Split; 8] = [
     Split {
         names: &["llama-bpe", "llama3", "llama-v3"],
+        patterns: &[LLAMA3_PATTERN],
+        ignores_merges: true,
+        adds_beginning: true,
+    },
+    Split {
+        names: &["dbrx", "smaug-bpe"],
+        patterns: &[LLAMA3_PATTERN],
+        ignores_merges: false,
+        adds_beginning: false,
+    },
+    Split {
+        names: &["tekken"],
         patterns: &[
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
         ignores_merges: true,
         adds_beginning: true,
     },
     Split {
-        names: &["qwen2", "deepseek-r1-qwen"],
+        names: &["qwen2", "deepseek-r1-qwen", "kormo"],
         patterns: &[
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
@@ -45,7 +57,18 @@ pub(crate) const SPLITS: [Split; 5] = [
         ignores_merges: false,
         adds_beginning: false,
     },
-    Split { names: &["gpt-2"], patterns: &[GPT2_PATTERN], ignores_merges: false, adds_beginning: false },
+    Split {
+        names: &["gpt-2", "phi-2", "olmo", "mpt"],
+        patterns: &[GPT2_PATTERN],
+        ignores_merges: false,
+        adds_beginning: false,
+    },
+    Split {
+        names: &["smollm", "starcoder", "refact", "command-r", "exaone"],
+        patterns: &[DIGIT_PATTERN, GPT2_PATTERN],
+        ignores_merges: false,
+        adds_beginning: false,
+    },
     Split {
         names: &["default"],
         patterns: &[
@@ -58,6 +81,12 @@ pub(crate) const SPLITS: [Split; 5] = [
         adds_beginning: false,
     },
 ];
+
+/// Pattern of Llama 3.
+const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Pattern of single digits, which the library's `Digits` splits off.
+pub(crate) const DIGIT_PATTERN: &str = r"\p{N}";
 
 /// Pattern of GPT-2, which the library's `ByteLevel` applies by default.
 pub(crate) const GPT2_PATTERN: &str =

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use serde_json::Value as Json;
 
 use super::{
-    tokenizer::{GPT2_PATTERN, SPLITS, kind},
+    tokenizer::{DIGIT_PATTERN, GPT2_PATTERN, SPLITS, Split, kind},
     writer::Value,
 };
 
@@ -102,7 +102,8 @@ pub(crate) fn of_json(
         metadata.extend(unknown.map(|id| ("tokenizer.ggml.unknown_token_id".to_owned(), Value::U32(id))));
     } else {
         metadata = common("gpt2", tokens, kinds, beginning);
-        let split = Value::Text(split_name(&tokenizer["pre_tokenizer"])?.to_owned());
+        let split = split_of(&tokenizer["pre_tokenizer"], model["ignore_merges"] == true)?;
+        let split = Value::Text(split.names[0].to_owned());
         metadata.push(("tokenizer.ggml.pre".to_owned(), split));
         let merges = merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
         metadata.push(("tokenizer.ggml.merges".to_owned(), Value::Texts(merges)));
@@ -182,18 +183,20 @@ fn begins_with_special(processor: &Json) -> bool {
     of_one(processor) || several.into_iter().any(of_one)
 }
 
-/// Returns the name of the rule by which a pre-tokenizer splits text.
-fn split_name(pre_tokenizer: &Json) -> Result<&'static str, String> {
+/// Returns the rule by which a pre-tokenizer splits text; of several with the same patterns, the one that treats merges as the tokenizer.
+fn split_of(pre_tokenizer: &Json, ignores_merges: bool) -> Result<&'static Split, String> {
     let steps = match pre_tokenizer["pretokenizers"].as_array() {
         Some(steps) => steps.iter().collect(),
         None => vec![pre_tokenizer],
     };
-    let mut patterns: Vec<&str> = steps.iter().filter_map(|step| step["pattern"]["Regex"].as_str()).collect();
-    if steps.iter().any(|step| step["type"] == "ByteLevel" && step["use_regex"] != false) {
-        patterns.push(GPT2_PATTERN);
-    }
-    let split = SPLITS.iter().find(|split| split.patterns == patterns);
-    split.map(|split| split.names[0]).ok_or_else(|| {
+    let pattern = |step: &Json| match step["type"].as_str() {
+        Some("Digits") if step["individual_digits"] == true => Some(DIGIT_PATTERN.to_owned()),
+        Some("ByteLevel") if step["use_regex"] != false => Some(GPT2_PATTERN.to_owned()),
+        _ => step["pattern"]["Regex"].as_str().map(str::to_owned),
+    };
+    let patterns: Vec<String> = steps.into_iter().filter_map(pattern).collect();
+    let known = || SPLITS.iter().filter(|split| split.patterns == patterns);
+    known().find(|split| split.ignores_merges == ignores_merges).or_else(|| known().next()).ok_or_else(|| {
         format!(
             "its tokenizer splits text by {patterns:?}, for which files have no name that is written here"
         )

@@ -202,6 +202,25 @@ const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N
 
 const O200K: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Returns a `tokenizer.json` in the form of SmolLM: digits are split off, then text as GPT-2 splits it.
+fn digits_and_words() -> Value {
+    let mut tokenizer = byte_level(LLAMA3);
+    tokenizer["pre_tokenizer"]["pretokenizers"] = json!([
+        {"type": "Digits", "individual_digits": true},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+    ]);
+    tokenizer
+}
+
+/// Returns a `tokenizer.json` in the form of Llama 3, in which a piece that is a token is not made of merges.
+fn without_merges_of_tokens(pattern: &str) -> Value {
+    let mut tokenizer = byte_level(pattern);
+    tokenizer["model"]["ignore_merges"] = true.into();
+    tokenizer
+}
+
 #[test]
 fn a_tokenizer_survives_the_way_through_a_file() {
     let dir = tempfile::tempdir().unwrap();
@@ -210,7 +229,10 @@ fn a_tokenizer_survives_the_way_through_a_file() {
     config["num_hidden_layers"] = 1.into();
     let template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}";
     for (name, tokenizer, ends) in [
-        ("llama3", byte_level(LLAMA3), ["<|begin|>", "<|end|>"]),
+        ("llama3", without_merges_of_tokens(LLAMA3), ["<|begin|>", "<|end|>"]),
+        ("dbrx", byte_level(LLAMA3), ["<|begin|>", "<|end|>"]),
+        ("tekken", without_merges_of_tokens(TEKKEN), ["<|begin|>", "<|end|>"]),
+        ("smollm", digits_and_words(), ["<|begin|>", "<|end|>"]),
         ("qwen2", byte_level(QWEN2), ["<|begin|>", "<|end|>"]),
         ("gpt-4o", byte_level(O200K), ["<|begin|>", "<|end|>"]),
         ("pieces", sentence_pieces(), ["<s>", "</s>"]),

@@ -15,6 +15,11 @@ pub(crate) fn random(seed: u64, elements: usize) -> Vec<f64> {
     (0..elements as u64).map(|i| 4.0 * philox.uniform(i) - 2.0).collect()
 }
 
+/// Returns the first standard normal numbers of a generator.
+pub(crate) fn normals(philox: Philox, elements: usize) -> impl Iterator<Item = f32> {
+    (0..elements.div_ceil(2) as u64).flat_map(move |pair| philox.normals(pair)).take(elements)
+}
+
 /// Returns the values, rounded to `dtype`.
 pub(crate) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
     let round = |x: f64| match dtype {

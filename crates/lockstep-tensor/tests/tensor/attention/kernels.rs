@@ -9,7 +9,7 @@ use lockstep_tensor::{
 use proptest::prelude::*;
 
 use super::reference::Case;
-use crate::testing::{self, Float, emulated};
+use crate::testing::{self, Float, emulated, normals};
 
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
@@ -56,7 +56,7 @@ impl<T: Float> Inputs<T> {
     pub(crate) fn random(case: &Case, seed: u64) -> Self {
         let draw = |which: u64, elements: usize| {
             let philox = Philox::new(seed * 4 + which);
-            (0..elements).map(|i| T::store(philox.normal(i as u64))).collect()
+            normals(philox, elements).map(T::store).collect()
         };
         Self {
             q: draw(0, case.query_elements()),

@@ -7,12 +7,12 @@ use lockstep_tensor::{
 };
 
 use super::products::queues;
-use crate::testing::{floats, random_of, tensor, values};
+use crate::testing::{floats, normals, random_of, tensor, values};
 
 /// Returns the bytes of a quantized matrix, and its decoded elements.
 fn quantized(format: BlockFormat, [rows, columns]: [usize; 2], seed: u64) -> (Tensor, Vec<f64>) {
     let philox = Philox::new(seed);
-    let numbers: Vec<f32> = (0..(rows * columns) as u64).map(|index| philox.normal(index)).collect();
+    let numbers: Vec<f32> = normals(philox, rows * columns).collect();
     let mut bytes = vec![0; format.bytes(numbers.len()).unwrap()];
     format.quantize(&numbers, &mut bytes);
     let mut decoded = vec![0.0; numbers.len()];

@@ -18,23 +18,28 @@ pub(crate) fn multiply(
     bias: Option<&[f64]>,
     earlier: Option<&[f64]>,
 ) -> Vec<Exact> {
-    let mut out = Vec::with_capacity(m * n);
-    for i in 0..m {
-        for j in 0..n {
-            let mut sum = Exact { value: 0.0, magnitude: 0.0 };
-            let mut add = |term: f64| {
-                sum.value += term;
-                sum.magnitude += term.abs();
-            };
-            for p in 0..k {
-                let x = if layout == GemmLayout::TN { a[p * m + i] } else { a[i * k + p] };
-                let y = if layout == GemmLayout::NT { b[j * k + p] } else { b[p * n + j] };
-                add(x * y);
+    let transposed: Vec<f64>;
+    let b = if layout == GemmLayout::NT {
+        transposed = (0..k * n).map(|index| b[index % n * k + index / n]).collect();
+        &transposed
+    } else {
+        b
+    };
+    let mut out = vec![Exact { value: 0.0, magnitude: 0.0 }; m * n];
+    for (i, row) in out.chunks_mut(n.max(1)).enumerate() {
+        // A row at a time: its sums are independent, and the compiler computes several at once.
+        let mut add = |x: f64, terms: &[f64]| {
+            for (sum, y) in row.iter_mut().zip(terms) {
+                sum.value += x * y;
+                sum.magnitude += (x * y).abs();
             }
-            bias.into_iter().for_each(|bias| add(bias[j]));
-            earlier.into_iter().for_each(|earlier| add(earlier[i * n + j]));
-            out.push(sum);
+        };
+        for p in 0..k {
+            let x = if layout == GemmLayout::TN { a[p * m + i] } else { a[i * k + p] };
+            add(x, &b[p * n..][..n]);
         }
+        bias.into_iter().for_each(|bias| add(1.0, bias));
+        earlier.into_iter().for_each(|earlier| add(1.0, &earlier[i * n..][..n]));
     }
     out
 }

@@ -6,7 +6,8 @@
 //! Between steps the ranks of the first replica save checkpoints (`saving`); rank 0 writes the metrics and the messages.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use lockstep_config::schedule::LearningRate;
 use lockstep_config::{ResolvedModel, Resume, RunConfig, resolve_model};
@@ -422,7 +423,7 @@ impl Run<'_> {
         self.observer.gradients_ready(step, &mut self.engine)?;
         let mut own_memory = MemoryUse::of(self.engine.arena());
         if looks_at_process(step, self.config.train.steps) {
-            own_memory.process_pss = proportional_bytes() as usize;
+            own_memory.process_pss = process_pss();
         }
         let totals = Totals { sums: self.engine.take_reported(), counts: own_counts };
         let own = StepShare { totals, amount, skipped_samples, memory: own_memory };
@@ -590,6 +591,23 @@ impl Run<'_> {
         self.eval_metrics = row.metrics;
         Ok(())
     }
+}
+
+/// Returns the proportional set size of this process. Ranks that are threads of one process share a measurement, because the system
+/// walks all page tables for each.
+fn process_pss() -> usize {
+    /// Maximum age of a measurement.
+    const FRESH: Duration = Duration::from_millis(20);
+    static LAST: Mutex<Option<(Instant, usize)>> = Mutex::new(None);
+    let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((measured, bytes)) = *last
+        && measured.elapsed() < FRESH
+    {
+        return bytes;
+    }
+    let bytes = proportional_bytes() as usize;
+    *last = Some((Instant::now(), bytes));
+    bytes
 }
 
 /// Returns true if this step measures the memory of the process (PSS): at powers of two from step 2, and at the last step.

@@ -17,7 +17,7 @@ pub enum CpuLevel {
     Avx512,
     /// AVX-512 with bf16 dot products.
     Avx512Bf16,
-    /// AMX tiles with bf16 products, and permission from the kernel to use them.
+    /// AMX tiles with bf16 and int8 products, and permission from the kernel to use them.
     AmxBf16,
     /// NEON, the baseline of AArch64, with fused multiply-add.
     Neon,
@@ -158,9 +158,8 @@ fn detect() -> CpuLevel {
 mod amx {
     use std::arch::{asm, x86_64::__cpuid_count};
 
-    /// CPUID leaf 7, EDX: AMX-BF16 and AMX-TILE.
-    const AMX_BF16: u32 = 1 << 22;
-    const AMX_TILE: u32 = 1 << 24;
+    /// CPUID leaf 7, EDX: AMX-BF16, AMX-TILE and AMX-INT8, which no CPU with tiles lacks.
+    const AMX: u32 = 1 << 22 | 1 << 24 | 1 << 25;
     const SYS_ARCH_PRCTL: i64 = 158;
     const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
     /// The tile data component of the extended state.
@@ -172,7 +171,7 @@ mod amx {
             return false;
         }
         let leaf = __cpuid_count(7, 0);
-        leaf.edx & AMX_BF16 != 0 && leaf.edx & AMX_TILE != 0 && request_permission()
+        leaf.edx & AMX == AMX && request_permission()
     }
 
     /// Asks Linux to enable tile state for this process and the threads it starts from now on.

@@ -20,7 +20,7 @@ const SMALLEST: f32 = f32::MIN_POSITIVE * LARGEST;
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct RowGroup<const ROWS: usize> {
-    /// Four codes each.
+    /// Four codes each: of all rows side by side, or of one row after the other ([`CodeForm::by_rows`]).
     pub(super) codes: [[i32; ROWS]; GROUP_UNITS],
     pub(super) scales: [f32; ROWS],
     /// Starts of the sums of a run, which make the weights' codes signed.
@@ -29,11 +29,15 @@ pub(super) struct RowGroup<const ROWS: usize> {
     pub(super) terms: [[f32; ROWS]; MOST_RUNS],
 }
 
-/// How the codes of weights are read: the code that stands for zero, and the number of runs of a group.
+/// Form of the codes in a product.
 #[derive(Clone, Copy)]
 pub(super) struct CodeForm {
+    /// Code of a weight that stands for zero.
     pub(super) zero: i32,
+    /// Runs of a group of weights.
     pub(super) runs: usize,
+    /// True if a group of eight rows of activations has the codes of one row after the other.
+    pub(super) by_rows: bool,
 }
 
 impl<const ROWS: usize> RowGroup<ROWS> {
@@ -68,8 +72,13 @@ impl<const ROWS: usize> RowGroup<ROWS> {
             sums = [sums.iter().sum(), 0];
         }
         let (units, _) = codes.as_chunks();
-        for (unit, codes) in self.codes.iter_mut().zip(units) {
-            unit[row] = i32::from_le_bytes(codes.map(i8::cast_unsigned));
+        for (unit, codes) in units.iter().enumerate() {
+            let codes = i32::from_le_bytes(codes.map(i8::cast_unsigned));
+            if form.by_rows && ROWS == GROUP_UNITS {
+                self.codes[row][unit] = codes;
+            } else {
+                self.codes[unit][row] = codes;
+            }
         }
         self.scales[row] = scale;
         for (starts, sum) in self.starts.iter_mut().zip(sums) {

@@ -2,9 +2,10 @@
 //! SDM, volume 1, chapter 18, and `TDPBF16PS` in volume 2).
 //!
 //! A tile of A is 16 rows of 32 bf16. A tile of B is 16 pairs of rows with 16 columns, the elements of a pair
-//! interleaved. The code is inline assembly, because Rust has no stable intrinsics for the tiles.
+//! interleaved. Products of int8 codes have smaller tiles, of one run of 8 rows and of 16 lines. The code is inline
+//! assembly, because Rust has no stable intrinsics for the tiles.
 
-use super::{kernel::MicroKernel, lanes::Bf16Pairs, operand::Order, store::Tile};
+use super::{kernel::MicroKernel, lanes::Bf16Pairs, operand::Order, store::Tile, transpose::SIDE};
 
 /// bf16 by AMX tiles.
 pub(in crate::cpu) struct Tiles;
@@ -22,13 +23,22 @@ struct Configuration {
     rows: [u8; 16],
 }
 
-static CONFIGURATION: Configuration = Configuration {
-    palette: 1,
-    start_row: 0,
-    reserved: [0; 14],
-    row_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
-    rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
-};
+impl Configuration {
+    /// Eight full tiles.
+    const FULL: Self = Self::of([[16, 64]; 8]);
+
+    /// Returns the configuration of tiles with these rows and bytes of a row.
+    const fn of(sizes: [[u8; 2]; 8]) -> Self {
+        let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
+        let mut tile = 0;
+        while tile < sizes.len() {
+            rows[tile] = sizes[tile][0];
+            row_bytes[tile] = sizes[tile][1] as u16;
+            tile += 1;
+        }
+        Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows }
+    }
+}
 
 /// Computes the four products of the tiles of A in `tmm4` and `tmm5` and those of B in `tmm6` and `tmm7`.
 macro_rules! products {
@@ -98,11 +108,11 @@ const STEP_BYTES: usize = 2048;
 ///
 /// # Safety
 /// The CPU must have tiles.
-unsafe fn with_tiles<R>(work: impl FnOnce() -> R) -> R {
+unsafe fn with_tiles<R>(configuration: &Configuration, work: impl FnOnce() -> R) -> R {
     // SAFETY: the CPU has tiles (the caller's promise); the configuration is a valid one, and nothing
-    // else in the process uses tiles.
+    // else on this thread uses tiles.
     unsafe {
-        std::arch::asm!("ldtilecfg [{0}]", in(reg) &raw const CONFIGURATION, options(nostack, readonly));
+        std::arch::asm!("ldtilecfg [{0}]", in(reg) configuration, options(nostack, readonly));
     }
     let result = work();
     // SAFETY: as above.
@@ -120,7 +130,7 @@ impl MicroKernel for Tiles {
 
     unsafe fn prepared<R>(work: impl FnOnce() -> R) -> R {
         // SAFETY: the caller's promise.
-        unsafe { with_tiles(work) }
+        unsafe { with_tiles(&Configuration::FULL, work) }
     }
 
     unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
@@ -164,7 +174,7 @@ impl MicroKernel for SplitTiles {
 
     unsafe fn prepared<R>(work: impl FnOnce() -> R) -> R {
         // SAFETY: the caller's promise.
-        unsafe { with_tiles(work) }
+        unsafe { with_tiles(&Configuration::FULL, work) }
     }
 
     /// Sums the six products of parts whose ranks, counted from 0, add up to 2 at most. The small products come
@@ -229,5 +239,55 @@ impl MicroKernel for SplitTiles {
                 options(nostack),
             );
         }
+    }
+}
+
+/// Sums of the products of 8 rows and 16 lines of codes.
+#[repr(C, align(64))]
+pub(super) struct CodeSums(pub(super) [[i32; SIDE]; TILE_ROWS]);
+
+impl CodeSums {
+    /// Zeros.
+    pub(super) const ZEROS: Self = Self([[0; SIDE]; TILE_ROWS]);
+}
+
+/// Rows of a tile of sums of codes.
+const TILE_ROWS: usize = 8;
+/// Bytes between the rows of codes of a group of 32.
+const CODES_STRIDE: usize = 32;
+
+/// Runs `work` with tiles for [`multiply_codes`] of runs of `units` words of four codes.
+///
+/// # Safety
+/// The CPU must have tiles.
+pub(super) unsafe fn with_code_tiles<R>(units: usize, work: impl FnOnce() -> R) -> R {
+    let (rows, units) = (TILE_ROWS as u8, units as u8);
+    let sizes = [[rows, 64], [rows, 4 * units], [units, 64], [0; 2], [0; 2], [0; 2], [0; 2], [0; 2]];
+    // SAFETY: the caller's promise.
+    unsafe { with_tiles(&Configuration::of(sizes), work) }
+}
+
+/// Computes the sums of products of a run of 8 rows of signed codes, which are 32 bytes apart, and of 16 lines of unsigned ones, four of
+/// each line in a unit.
+///
+/// # Safety
+/// The tiles must be those of [`with_code_tiles`] for the run, all of which must be at both addresses.
+#[inline(always)]
+pub(super) unsafe fn multiply_codes(codes: *const i32, units: *const [u32; SIDE], sums: &mut CodeSums) {
+    // SAFETY: the tiles are configured, and the memory is there (the caller's promises). No tile register is live outside.
+    unsafe {
+        std::arch::asm!(
+            "tilezero tmm0",
+            "tileloadd tmm1, [{codes} + {codes_stride}]",
+            "tileloadd tmm2, [{units} + {stride}]",
+            "tdpbsud tmm0, tmm1, tmm2",
+            "tilestored [{sums} + {stride}], tmm0",
+            codes = in(reg) codes,
+            units = in(reg) units,
+            sums = in(reg) sums,
+            codes_stride = in(reg) CODES_STRIDE,
+            stride = in(reg) 4 * SIDE,
+            options(nostack),
+        );
     }
 }

@@ -171,6 +171,7 @@ impl<'a> BlockLines<'a> {
 
     /// Returns the chunk from element `start` on of up to 16 lines. Of fewer lines the last one is repeated. Interleaved lines are whole
     /// panels.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(super) fn chunk(&self, lines: Range<usize>, start: usize) -> Chunk<'a> {
         if self.layout == BlockLayout::Interleaved {
@@ -181,7 +182,7 @@ impl<'a> BlockLines<'a> {
         Chunk::Rows(self.rows_chunk(lines, start))
     }
 
-    /// Returns [`BlockLines::chunk`] of lines that lie one after the other.
+    /// Returns the chunk from element `start` on of up to 16 lines that lie one after the other. Of fewer lines the last one is repeated.
     #[inline(always)]
     pub(super) fn rows_chunk(&self, lines: Range<usize>, start: usize) -> RowsChunk {
         let last = self.blocks(lines.end - 1, start);
@@ -207,6 +208,7 @@ impl<'a> BlockLines<'a> {
 }
 
 /// A chunk of 16 lines.
+#[cfg(target_arch = "x86_64")]
 pub(super) enum Chunk<'a> {
     /// Lines one after the other.
     Rows(RowsChunk),
@@ -293,6 +295,7 @@ impl WordBuffer {
     ///
     /// # Safety
     /// The chunk must have the block, and the CPU the instructions of `W`.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(super) unsafe fn read<W: WordLanes, C: BlockCodec>(
         &mut self,

@@ -14,6 +14,7 @@ use super::{
     interleaved_row::multiply_row,
     packed_lines::{DEPTH, PackedLines, code_form, pack_codes},
     problem::Problem,
+    run_products::{ByVectors, RunProducts, TILE_ROWS, TiledLanes},
     scratch::COLUMNS_UNITS,
     store::{Finish, Window, store_rows},
     transpose::SIDE,
@@ -52,10 +53,11 @@ struct TaskScratch {
 }
 
 /// Computes a product with quantized weights by the vectors `V`. Its depth is at most [`MOST_DEPTH`].
-pub(super) fn multiply<V: IntegerLanes, T: Float, C: Float>(queue: &CpuQueue, problem: &Problem<'_, T, C>) {
+pub(super) fn multiply<V: TiledLanes, T: Float, C: Float>(queue: &CpuQueue, problem: &Problem<'_, T, C>) {
     let Problem { m, n, k, ref b, .. } = *problem;
     let Some(lines) = b.block_lines() else { unreachable!("weights are quantized") };
-    let product = Product { problem, lines, form: code_form::<V>(lines.format) };
+    let form = code_form::<V>(lines.format, V::has_tiles(queue.level));
+    let product = Product { problem, lines, form };
     let mut columns = queue.scratch.columns();
     let words = columns.elements_mut::<u32>();
     let row_words = k / GROUP * GROUP_WORDS;
@@ -83,7 +85,10 @@ pub(super) fn multiply<V: IntegerLanes, T: Float, C: Float>(queue: &CpuQueue, pr
             let mut scratch = queue.scratch.rows();
             let scratch = TaskScratch::of(scratch.elements_mut());
             // SAFETY: the activations are quantized, and each tile belongs to one task; the level has the instructions.
-            unsafe { product.tile::<V>(queue.level, rows.clone(), columns, activations, scratch) };
+            unsafe {
+                let work = || product.tile::<V>(queue.level, rows.clone(), columns, activations, scratch);
+                if form.by_rows { V::with_tiles(form.runs, work) } else { work() }
+            };
         });
     }
 }
@@ -162,7 +167,7 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
     ///
     /// # Safety
     /// The CPU must have the instructions of `V`, the activations must hold the rows, and nothing else may use the tile.
-    unsafe fn tile<V: IntegerLanes>(
+    unsafe fn tile<V: TiledLanes>(
         &self,
         level: CpuLevel,
         rows: Range<usize>,
@@ -190,7 +195,7 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
             return;
         }
         sums.fill(0.0);
-        let runs = (self.form.runs, self.lines.format.has_offsets());
+        let has_offsets = self.lines.format.has_offsets();
         // Few rows read one panel after the other, as it lies in memory; many rows share the reading of their codes.
         let together = if rows.len() > ROWS { PANELS } else { 1 };
         for first_panel in (0..panels).step_by(together) {
@@ -215,7 +220,7 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
                             multiply_group::<V>(
                                 (count, words),
                                 packed,
-                                runs,
+                                (self.form, has_offsets),
                                 &mut sums[panel * SIDE..],
                                 width,
                             );
@@ -251,29 +256,57 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
     }
 }
 
-/// Adds the products of a group of rows and packed lines, whose groups have `runs` runs, to sums, whose rows are `width` apart.
+/// Adds the products of a group of rows and packed lines to sums, whose rows are `width` apart.
 ///
 /// # Safety
-/// The CPU must have the instructions of `V`, and the words must be groups of as many rows.
-unsafe fn multiply_group<V: IntegerLanes>(
+/// The CPU must have the instructions of `V`, and the words must be groups of as many rows in the form.
+unsafe fn multiply_group<V: TiledLanes>(
     (rows, words): (usize, &[u32]),
+    packed: &PackedLines,
+    (form, has_offsets): (CodeForm, bool),
+    sums: &mut [f32],
+    width: usize,
+) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        if form.by_rows && rows == TILE_ROWS {
+            let groups = groups_of(words);
+            return add_group::<V, V::Tiles, TILE_ROWS>(
+                groups,
+                packed,
+                (form.runs, has_offsets),
+                sums,
+                width,
+            );
+        }
+        with_rows!(rows, COUNT => {
+            let groups = groups_of(words);
+            add_group::<V, ByVectors, COUNT>(groups, packed, (form.runs, has_offsets), sums, width);
+        });
+    }
+}
+
+/// Adds the products of `COUNT` rows and packed lines, whose groups have `runs` runs.
+///
+/// # Safety
+/// As [`multiply_group`].
+#[inline(always)]
+unsafe fn add_group<V: IntegerLanes, P: RunProducts<V, COUNT>, const COUNT: usize>(
+    groups: &[RowGroup<COUNT>],
     packed: &PackedLines,
     (runs, has_offsets): (usize, bool),
     sums: &mut [f32],
     width: usize,
 ) {
-    with_rows!(rows, COUNT => {
-        // SAFETY: the caller's promises.
-        unsafe {
-            let groups = groups_of::<COUNT>(words);
-            match (runs, has_offsets) {
-                (1, false) => add_products::<V, COUNT, 1, false>(groups, packed, sums, width),
-                (1, true) => add_products::<V, COUNT, 1, true>(groups, packed, sums, width),
-                (_, false) => add_products::<V, COUNT, 2, false>(groups, packed, sums, width),
-                (_, true) => add_products::<V, COUNT, 2, true>(groups, packed, sums, width),
-            }
+    // SAFETY: the caller's promises.
+    unsafe {
+        match (runs, has_offsets) {
+            (1, false) => add_products::<V, P, COUNT, 1, false>(groups, packed, sums, width),
+            (1, true) => add_products::<V, P, COUNT, 1, true>(groups, packed, sums, width),
+            (_, false) => add_products::<V, P, COUNT, 2, false>(groups, packed, sums, width),
+            (_, true) => add_products::<V, P, COUNT, 2, true>(groups, packed, sums, width),
         }
-    });
+    }
 }
 
 /// Returns groups of rows.
@@ -292,6 +325,7 @@ unsafe fn groups_of<const COUNT: usize>(words: &[u32]) -> &[RowGroup<COUNT>] {
 #[inline(never)]
 unsafe fn add_products<
     V: IntegerLanes,
+    P: RunProducts<V, COUNT>,
     const COUNT: usize,
     const RUNS_OF_GROUP: usize,
     const HAS_OFFSETS: bool,
@@ -307,19 +341,8 @@ unsafe fn add_products<
             let mut totals: [V::Floats; COUNT] =
                 std::array::from_fn(inlined!(|row: usize| V::floats(sixteen(&sums[row * width..]))));
             for (index, (group, units)) in groups.iter().zip(&packed.units).enumerate() {
-                let run_units = GROUP_UNITS / RUNS_OF_GROUP;
-                let runs = group.codes.chunks_exact(run_units).zip(units.chunks_exact(run_units));
-                for (run, (codes, units)) in runs.enumerate() {
-                    let mut products = [V::splat(0); COUNT];
-                    for (product, start) in products.iter_mut().zip(&group.starts[run]) {
-                        *product = V::splat(*start);
-                    }
-                    for (codes, unit) in codes.iter().zip(units) {
-                        let unit = V::unit(unit);
-                        for (product, codes) in products.iter_mut().zip(codes) {
-                            *product = V::dot(*product, unit, *codes);
-                        }
-                    }
+                for (run, units) in units.chunks_exact(GROUP_UNITS / RUNS_OF_GROUP).enumerate() {
+                    let products = P::products::<RUNS_OF_GROUP>(group, run, units);
                     let of_lines = index * RUNS_OF_GROUP + run;
                     let scales = V::floats(&packed.scales[of_lines]);
                     for ((total, product), scale) in totals.iter_mut().zip(products).zip(&group.scales) {

@@ -259,6 +259,19 @@ impl IntegerLanes for Avx2Integers {
 pub(super) struct VnniIntegers;
 
 #[cfg(target_arch = "x86_64")]
+impl VnniIntegers {
+    /// Returns `start + sums`.
+    ///
+    /// # Safety
+    /// The CPU must have the instructions.
+    #[inline(always)]
+    pub(super) unsafe fn sums_from(start: i32, sums: &[i32; SIDE]) -> __m512i {
+        // SAFETY: 16 integers; the caller's promise.
+        unsafe { _mm512_add_epi32(_mm512_set1_epi32(start), _mm512_loadu_si512(sums.as_ptr().cast())) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
 impl IntegerLanes for VnniIntegers {
     const SHIFT: i32 = 0;
     type Words = Words512;

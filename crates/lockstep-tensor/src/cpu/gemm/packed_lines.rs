@@ -30,10 +30,10 @@ pub(super) struct PackedLines {
     pub(super) offsets: [[f32; SIDE]; RUNS],
 }
 
-/// Returns the form of the codes of a format for the vectors `V`.
-pub(super) fn code_form<V: IntegerLanes>(format: BlockFormat) -> CodeForm {
+/// Returns the form of the codes of a format for the vectors `V`; `by_rows` is that of [`CodeForm`].
+pub(super) fn code_form<V: IntegerLanes>(format: BlockFormat, by_rows: bool) -> CodeForm {
     let (run, zero) = with_block_codec!(format, Codec => (Codec::RUN_ELEMENTS, i32::from(Codec::ZERO)));
-    CodeForm { zero: zero - V::SHIFT, runs: GROUP / run.min(GROUP) }
+    CodeForm { zero: zero - V::SHIFT, runs: GROUP / run.min(GROUP), by_rows }
 }
 
 /// Packs the codes, scales and offsets of up to 16 lines at a block of depth, which begins with a chunk. Of fewer lines the last one is

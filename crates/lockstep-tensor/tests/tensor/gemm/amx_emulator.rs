@@ -1,4 +1,4 @@
-//! AMX emulation for tests on a CPU without it: a SIGILL handler executes the six tile instructions of `amx`. So the
+//! AMX emulation for tests on a CPU without it: a SIGILL handler executes the seven tile instructions of `amx`. So the
 //! same machine code is tested everywhere. Each thread has its own tiles, as on the CPU.
 //!
 //! The CPU raises SIGILL at an instruction it lacks and passes its registers. The handler decodes the instruction
@@ -71,9 +71,27 @@ enum Instruction {
     LoadConfiguration(*const u8),
     Release,
     Zero(usize),
-    Load { tile: usize, base: *const u8, stride: isize },
-    Store { tile: usize, base: *mut u8, stride: isize },
-    DotBf16 { sums: usize, x: usize, y: usize },
+    Load {
+        tile: usize,
+        base: *const u8,
+        stride: isize,
+    },
+    Store {
+        tile: usize,
+        base: *mut u8,
+        stride: isize,
+    },
+    DotBf16 {
+        sums: usize,
+        x: usize,
+        y: usize,
+    },
+    /// Products of signed bytes of `x` and unsigned ones of `y`.
+    DotInt8 {
+        sums: usize,
+        x: usize,
+        y: usize,
+    },
 }
 
 impl Instruction {
@@ -100,6 +118,7 @@ impl Instruction {
             (0x49, 0, 3) => Some(Self::Release),
             (0x49, 3, 3) => Some(Self::Zero(reg)),
             (0x5c, 2, 3) => Some(Self::DotBf16 { sums: reg, x: rm + extend_base, y: vvvv }),
+            (0x5e, 2, 3) => Some(Self::DotInt8 { sums: reg, x: rm + extend_base, y: vvvv }),
             _ => None,
         };
         if let Some(instruction) = direct {
@@ -151,7 +170,6 @@ impl Instruction {
             return;
         }
         let configuration = state.configuration.expect("tiles are used after ldtilecfg only");
-        assert!(configuration.iter().all(|size| *size == (64, 16)), "all tiles are full: {configuration:?}");
         match self {
             Self::LoadConfiguration(_) => {}
             Self::Release => {
@@ -160,18 +178,49 @@ impl Instruction {
             }
             Self::Zero(tile) => state.tiles[tile] = [[0; 16]; 16],
             Self::Load { tile, base, stride } => {
-                for (i, row) in state.tiles[tile].iter_mut().enumerate() {
+                let (row_bytes, rows) = configuration[tile];
+                state.tiles[tile] = [[0; 16]; 16];
+                for (i, row) in state.tiles[tile].iter_mut().take(rows).enumerate() {
                     // SAFETY: the caller's promise.
-                    *row = unsafe { base.offset(i as isize * stride).cast::<[u32; 16]>().read_unaligned() };
+                    unsafe {
+                        let from = base.offset(i as isize * stride);
+                        from.copy_to_nonoverlapping(row.as_mut_ptr().cast(), row_bytes);
+                    }
                 }
             }
             Self::Store { tile, base, stride } => {
-                for (i, row) in state.tiles[tile].iter().enumerate() {
+                let (row_bytes, rows) = configuration[tile];
+                for (i, row) in state.tiles[tile].iter().take(rows).enumerate() {
                     // SAFETY: the caller's promise.
-                    unsafe { base.offset(i as isize * stride).cast::<[u32; 16]>().write_unaligned(*row) };
+                    unsafe {
+                        let to = base.offset(i as isize * stride);
+                        to.copy_from_nonoverlapping(row.as_ptr().cast(), row_bytes);
+                    }
+                }
+            }
+            Self::DotInt8 { sums, x, y } => {
+                let ((x_bytes, x_rows), (_, y_rows)) = (configuration[x], configuration[y]);
+                assert_eq!(x_bytes, 4 * y_rows, "depths of the tiles: {configuration:?}");
+                assert_eq!(
+                    configuration[sums],
+                    (configuration[y].0, x_rows),
+                    "tile of sums: {configuration:?}"
+                );
+                // Words beyond the sizes of tiles are zeros.
+                let (x, y) = (state.tiles[x], state.tiles[y]);
+                for (sums, x) in state.tiles[sums].iter_mut().zip(x) {
+                    for (x, y) in x.into_iter().zip(y) {
+                        for (sum, y) in sums.iter_mut().zip(y) {
+                            let bytes = x.to_le_bytes().into_iter().zip(y.to_le_bytes());
+                            let products = bytes.map(|(x, y)| i32::from(x.cast_signed()) * i32::from(y));
+                            *sum = sum.wrapping_add_signed(products.sum());
+                        }
+                    }
                 }
             }
             Self::DotBf16 { sums, x, y } => {
+                let are_full = [sums, x, y].iter().all(|tile| configuration[*tile] == (64, 16));
+                assert!(are_full, "tiles of bf16 are full: {configuration:?}");
                 // The products of even and of odd elements are summed separately, then together, then added.
                 let (x, y) = (state.tiles[x], state.tiles[y]);
                 for (sums, x) in state.tiles[sums].iter_mut().zip(x) {

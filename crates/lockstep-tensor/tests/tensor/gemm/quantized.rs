@@ -134,6 +134,13 @@ fn rounded_to_int8(activations: &[f64]) -> Vec<f64> {
     groups.collect()
 }
 
+/// Returns the queues that multiply weights of a format with int8 activations. An emulated level multiplies formats with one and with two
+/// runs in a group, and with offsets.
+fn integer_queues(format: BlockFormat) -> impl Iterator<Item = CpuQueue> {
+    let is_emulated = matches!(format, BlockFormat::Q8_0 | BlockFormat::Q4K | BlockFormat::Q6K);
+    queues(2).into_iter().filter(move |queue| is_emulated || queue.level() <= CpuLevel::detect())
+}
+
 /// Compares each element with the f64 product of the rounded operands, and its bits with those of the row alone.
 #[test]
 fn a_product_with_int8_activations_is_that_of_their_codes_in_any_batch() {
@@ -142,7 +149,7 @@ fn a_product_with_int8_activations_is_that_of_their_codes_in_any_batch() {
             let (bytes, decoded) = quantized(format, [n, k], 3);
             let matrix = BlockMatrix::new(format, bytes.view(), [n, k]);
             for (types, mut queue) in
-                TYPES.into_iter().flat_map(|types| queues_of(format, 2).map(move |queue| (types, queue)))
+                TYPES.into_iter().flat_map(|types| integer_queues(format).map(move |queue| (types, queue)))
             {
                 queue.set_block_activations(BlockActivations::Int8);
                 let random = random_of(types.0, 1, rows * k);

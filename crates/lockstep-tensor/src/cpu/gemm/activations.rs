@@ -72,13 +72,8 @@ impl<const ROWS: usize> RowGroup<ROWS> {
             sums = [sums.iter().sum(), 0];
         }
         let (units, _) = codes.as_chunks();
-        for (unit, codes) in units.iter().enumerate() {
-            let codes = i32::from_le_bytes(codes.map(i8::cast_unsigned));
-            if form.by_rows && ROWS == GROUP_UNITS {
-                self.codes[row][unit] = codes;
-            } else {
-                self.codes[unit][row] = codes;
-            }
+        for (unit, codes) in self.codes.iter_mut().zip(units) {
+            unit[row] = i32::from_le_bytes(codes.map(i8::cast_unsigned));
         }
         self.scales[row] = scale;
         for (starts, sum) in self.starts.iter_mut().zip(sums) {
@@ -86,6 +81,17 @@ impl<const ROWS: usize> RowGroup<ROWS> {
         }
         for (terms, sum) in self.terms.iter_mut().zip(sums) {
             terms[row] = scale * sum as f32;
+        }
+    }
+
+    /// Orders the codes of a group of eight rows by rows.
+    pub(super) fn order_by_rows(&mut self) {
+        assert_eq!(ROWS, GROUP_UNITS, "rows of a square of codes");
+        for row in 1..ROWS {
+            for unit in 0..row {
+                let code = self.codes[unit][row];
+                self.codes[unit][row] = std::mem::replace(&mut self.codes[row][unit], code);
+            }
         }
     }
 }

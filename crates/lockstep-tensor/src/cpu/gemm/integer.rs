@@ -159,6 +159,9 @@ impl<T: Float, C: Float> Product<'_, '_, T, C> {
                         group.quantize(row, elements, form);
                     }
                 }));
+                if form.by_rows && COUNT == TILE_ROWS {
+                    groups.iter_mut().for_each(RowGroup::order_by_rows);
+                }
             }
         });
     }
@@ -341,8 +344,14 @@ unsafe fn add_products<
             let mut totals: [V::Floats; COUNT] =
                 std::array::from_fn(inlined!(|row: usize| V::floats(sixteen(&sums[row * width..]))));
             for (index, (group, units)) in groups.iter().zip(&packed.units).enumerate() {
-                for (run, units) in units.chunks_exact(GROUP_UNITS / RUNS_OF_GROUP).enumerate() {
-                    let products = P::products::<RUNS_OF_GROUP>(group, run, units);
+                let run_units = GROUP_UNITS / RUNS_OF_GROUP;
+                let runs = group.codes.chunks_exact(run_units).zip(units.chunks_exact(run_units));
+                for (run, (codes, units)) in runs.enumerate() {
+                    let mut products = [V::splat(0); COUNT];
+                    for (product, start) in products.iter_mut().zip(&group.starts[run]) {
+                        *product = V::splat(*start);
+                    }
+                    P::add(&mut products, group, run, codes, units);
                     let of_lines = index * RUNS_OF_GROUP + run;
                     let scales = V::floats(&packed.scales[of_lines]);
                     for ((total, product), scale) in totals.iter_mut().zip(products).zip(&group.scales) {

@@ -260,14 +260,14 @@ pub(super) struct VnniIntegers;
 
 #[cfg(target_arch = "x86_64")]
 impl VnniIntegers {
-    /// Returns `start + sums`.
+    /// Adds an integer to each line's.
     ///
     /// # Safety
     /// The CPU must have the instructions.
     #[inline(always)]
-    pub(super) unsafe fn sums_from(start: i32, sums: &[i32; SIDE]) -> __m512i {
+    pub(super) unsafe fn add(sums: __m512i, integers: &[i32; SIDE]) -> __m512i {
         // SAFETY: 16 integers; the caller's promise.
-        unsafe { _mm512_add_epi32(_mm512_set1_epi32(start), _mm512_loadu_si512(sums.as_ptr().cast())) }
+        unsafe { _mm512_add_epi32(sums, _mm512_loadu_si512(integers.as_ptr().cast())) }
     }
 }
 

@@ -18,15 +18,18 @@ pub(super) const TILE_ROWS: usize = 8;
 
 /// A way to multiply a run of a group of rows with 16 lines.
 pub(super) trait RunProducts<V: IntegerLanes, const ROWS: usize> {
-    /// Returns the sums of run `run` of `RUNS` in each row of a group, begun with the run's starts. `units` are the lines' codes of the run.
+    /// Adds the products of run `run` of a group to the sums of each row. `codes` are the words of the run in a group with the codes of
+    /// all rows side by side, and `units` the lines' codes.
     ///
     /// # Safety
     /// The CPU must have the instructions, and the group's codes the order that they read.
-    unsafe fn products<const RUNS: usize>(
+    unsafe fn add(
+        products: &mut [V::Integers; ROWS],
         group: &RowGroup<ROWS>,
         run: usize,
+        codes: &[[i32; ROWS]],
         units: &[[u32; SIDE]],
-    ) -> [V::Integers; ROWS];
+    );
 }
 
 /// Vectors of integers with a way to multiply groups of eight rows.
@@ -49,26 +52,21 @@ pub(super) struct ByVectors;
 
 impl<V: IntegerLanes, const ROWS: usize> RunProducts<V, ROWS> for ByVectors {
     #[inline(always)]
-    unsafe fn products<const RUNS: usize>(
-        group: &RowGroup<ROWS>,
-        run: usize,
+    unsafe fn add(
+        products: &mut [V::Integers; ROWS],
+        _: &RowGroup<ROWS>,
+        _: usize,
+        codes: &[[i32; ROWS]],
         units: &[[u32; SIDE]],
-    ) -> [V::Integers; ROWS] {
+    ) {
         // SAFETY: the caller's promise.
         unsafe {
-            let mut products = [V::splat(0); ROWS];
-            for (product, start) in products.iter_mut().zip(&group.starts[run]) {
-                *product = V::splat(*start);
-            }
-            let run_units = GROUP_UNITS / RUNS;
-            let codes = group.codes[run * run_units..][..run_units].iter();
-            for (codes, unit) in codes.zip(units) {
+            for (codes, unit) in codes.iter().zip(units) {
                 let unit = V::unit(unit);
                 for (product, codes) in products.iter_mut().zip(codes) {
                     *product = V::dot(*product, unit, *codes);
                 }
             }
-            products
         }
     }
 }
@@ -80,23 +78,21 @@ pub(super) struct ByTiles;
 #[cfg(target_arch = "x86_64")]
 impl RunProducts<VnniIntegers, TILE_ROWS> for ByTiles {
     #[inline(always)]
-    unsafe fn products<const RUNS: usize>(
+    unsafe fn add(
+        products: &mut [<VnniIntegers as IntegerLanes>::Integers; TILE_ROWS],
         group: &RowGroup<TILE_ROWS>,
         run: usize,
+        _: &[[i32; TILE_ROWS]],
         units: &[[u32; SIDE]],
-    ) -> [<VnniIntegers as IntegerLanes>::Integers; TILE_ROWS] {
-        debug_assert_eq!(units.len(), GROUP_UNITS / RUNS, "units of a run");
+    ) {
         let mut sums = amx::CodeSums::ZEROS;
         // SAFETY: eight rows of eight words, of which the run begins at a whole word; the caller's promise.
         unsafe {
-            let codes = group.codes.as_flattened().as_ptr().add(run * (GROUP_UNITS / RUNS));
+            let codes = group.codes.as_flattened().as_ptr().add(run * units.len());
             amx::multiply_codes(codes, units.as_ptr(), &mut sums);
-            let mut products = [VnniIntegers::splat(0); TILE_ROWS];
-            let rows = sums.0.iter().zip(&group.starts[run]);
-            for (product, (sums, start)) in products.iter_mut().zip(rows) {
-                *product = VnniIntegers::sums_from(*start, sums);
+            for (product, sums) in products.iter_mut().zip(&sums.0) {
+                *product = VnniIntegers::add(*product, sums);
             }
-            products
         }
     }
 }

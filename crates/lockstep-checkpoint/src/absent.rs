@@ -9,7 +9,10 @@ use std::{
 use lockstep_model::{HfMapping, ModelConfig};
 use lockstep_plan::DType;
 
-use crate::{RowOrder, StoredParameter, error::CheckpointError, gguf::StoredElements, hf::SINGLE_FILE};
+use crate::{
+    RowOrder, StoredParameter, error::CheckpointError, files::parent_of, gguf::StoredElements,
+    hf::SINGLE_FILE,
+};
 
 /// A weights file that does not exist.
 #[derive(Debug)]
@@ -67,6 +70,6 @@ impl AbsentFile {
 
     /// Returns the error of an access to the weights.
     pub(crate) fn missing(&self) -> CheckpointError {
-        CheckpointError::NoWeights { dir: self.path.with_file_name("") }
+        CheckpointError::NoWeights { dir: parent_of(&self.path) }
     }
 }

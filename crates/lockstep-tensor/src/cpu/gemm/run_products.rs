@@ -38,13 +38,17 @@ pub(super) trait TiledLanes: IntegerLanes + Sized {
     type Tiles: RunProducts<Self, TILE_ROWS>;
 
     /// Returns true if a level has tiles.
-    fn has_tiles(level: CpuLevel) -> bool;
+    fn has_tiles(_: CpuLevel) -> bool {
+        false
+    }
 
-    /// Runs `work` with the tiles prepared for groups of `runs` runs.
+    /// Runs `work` with the tiles prepared for groups of so many runs.
     ///
     /// # Safety
-    /// The CPU must have tiles.
-    unsafe fn with_tiles<R>(runs: usize, work: impl FnOnce() -> R) -> R;
+    /// The CPU must have the tiles.
+    unsafe fn with_tiles<R>(_: usize, work: impl FnOnce() -> R) -> R {
+        work()
+    }
 }
 
 /// Products by vectors, whose groups have the codes of all rows side by side.
@@ -99,27 +103,11 @@ impl RunProducts<VnniIntegers, TILE_ROWS> for ByTiles {
 
 impl TiledLanes for PlainIntegers {
     type Tiles = ByVectors;
-
-    fn has_tiles(_: CpuLevel) -> bool {
-        false
-    }
-
-    unsafe fn with_tiles<R>(_: usize, work: impl FnOnce() -> R) -> R {
-        work()
-    }
 }
 
 #[cfg(target_arch = "x86_64")]
 impl TiledLanes for Avx2Integers {
     type Tiles = ByVectors;
-
-    fn has_tiles(_: CpuLevel) -> bool {
-        false
-    }
-
-    unsafe fn with_tiles<R>(_: usize, work: impl FnOnce() -> R) -> R {
-        work()
-    }
 }
 
 #[cfg(target_arch = "x86_64")]

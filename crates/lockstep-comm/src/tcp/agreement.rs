@@ -50,18 +50,20 @@ impl Running {
         self.peers.get(&member)?.announcement.as_ref()
     }
 
-    /// Returns a member whose announcement is missing.
-    pub(crate) fn awaited(&self, members: &Members) -> Option<usize> {
+    /// Returns a member whose announcement to this one is missing.
+    pub(crate) fn unannounced(&self, members: &Members) -> Option<usize> {
         let is_missing = |member: &usize| self.announcement(*member).is_none();
         match self.peer {
             Some(peer) => Some(peer).filter(is_missing),
             None if self.is_flat => members.others().find(is_missing),
-            None => {
-                let mut neighbours = children(members.own, members.len()).chain(parent(members.own));
-                let neighbour = neighbours.find(is_missing)?;
-                Some(self.peers.get(&neighbour).and_then(|peer| peer.missing).unwrap_or(neighbour))
-            }
+            None => children(members.own, members.len()).chain(parent(members.own)).find(is_missing),
         }
+    }
+
+    /// Returns the member that delays the agreement: the one whose announcement is missing, or the one that it has named.
+    pub(crate) fn awaited(&self, members: &Members) -> Option<usize> {
+        let missing = self.unannounced(members)?;
+        Some(self.peers.get(&missing).and_then(|peer| peer.missing).unwrap_or(missing))
     }
 
     /// Returns true once all members are known to have made the same call.
@@ -73,7 +75,7 @@ impl Running {
             return Ok(true);
         }
         if self.is_flat {
-            if self.awaited(members).is_some() {
+            if self.unannounced(members).is_some() {
                 return Ok(false);
             }
             match self.peer {

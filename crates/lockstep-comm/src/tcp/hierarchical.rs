@@ -7,7 +7,12 @@
 
 use std::{panic::Location, sync::Arc, time::Duration};
 
-use super::{frame::Key, members::Members, reduction::Reduction, send_queues::SendQueues};
+use super::{
+    frame::Key,
+    members::Members,
+    reduction::Reduction,
+    send_queues::{SendQueues, UnsentBytes},
+};
 use crate::{
     Call, Deadline, Kind, NumberType, ReduceOp,
     blocks::Blocks,
@@ -134,7 +139,7 @@ impl Hierarchical {
         task: &Task,
         members: &Members,
         queues: &mut SendQueues,
-        unsent: &mut usize,
+        unsent: &mut UnsentBytes,
     ) -> bool {
         let own = self.shares.range(members.own % nodes.ranks);
         loop {
@@ -150,7 +155,8 @@ impl Hierarchical {
                 }
                 Phase::AllReduce(between) => {
                     let (reduction, part) = &mut **between;
-                    if !reduction.advance(turn.key, part, &self.column, queues, unsent) || *unsent > 0 {
+                    if !reduction.advance(turn.key, part, &self.column, queues, unsent) || !unsent.is_empty()
+                    {
                         return false;
                     }
                     Phase::Reduced
@@ -192,17 +198,18 @@ impl Hierarchical {
         }
     }
 
-    /// Returns the member that it waits for. Ranks of this machine have their own diagnosis.
+    /// Returns the member of another machine that it waits for. Ranks of this machine have their own diagnosis.
     pub(crate) fn waits_for(&self, members: &Members) -> Option<usize> {
+        let Phase::AllReduce(between) = &self.phase else { return None };
+        let (reduction, task) = &**between;
+        let late = reduction.waits_for(task, &self.column)?;
+        Some(late * self.per_node + members.own % self.per_node)
+    }
+
+    /// Returns another member on this machine.
+    pub(crate) fn neighbour(&self, members: &Members) -> Option<usize> {
         let first = members.own - members.own % self.per_node;
-        match &self.phase {
-            Phase::AllReduce(between) => {
-                let (reduction, task) = &**between;
-                let late = reduction.waits_for(task, &self.column)?;
-                Some(late * self.per_node + members.own % self.per_node)
-            }
-            _ => (first..first + self.per_node).find(|member| *member != members.own),
-        }
+        (first..first + self.per_node).find(|member| *member != members.own)
     }
 
     /// Returns true if it has not reached the all-reduce between nodes.

@@ -12,7 +12,7 @@ use super::{
     hierarchical::{Hierarchical, Turn, UniformNodes},
     members::Members,
     reduction::Reduction,
-    send_queues::SendQueues,
+    send_queues::{SendQueues, UnsentBytes},
     stepwise::StepwiseAllReduce,
     stream::Room,
     tree::FLAT_MEMBERS,
@@ -58,10 +58,19 @@ pub(crate) struct Running {
     /// Member that this one last named to its neighbours in the tree as missing.
     pub(crate) named_missing: Option<usize>,
     pub(crate) movement: Movement,
-    /// Number of bytes queued for sending and not sent yet.
-    pub(crate) unsent_bytes: usize,
+    pub(crate) unsent: UnsentBytes,
     /// Number of bytes of pieces that have not arrived yet.
     owed_bytes: usize,
+}
+
+/// Rank that an operation waits for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Awaited {
+    /// Rank to name in messages. If other ranks named it a while ago, it may have completed the operation and left since.
+    pub(crate) rank: usize,
+    /// Rank without which the operation cannot complete, since it has frames to send or to receive. It is lost if it is gone.
+    pub(crate) needed: Option<usize>,
+    pub(crate) context: OperationContext,
 }
 
 /// Progress of a member that has sent something for an operation.
@@ -132,7 +141,7 @@ impl Running {
             begun_at: Instant::now(),
             named_missing: None,
             movement: Movement::Announced,
-            unsent_bytes: 0,
+            unsent: UnsentBytes::default(),
             owed_bytes: 0,
         }
     }
@@ -201,20 +210,20 @@ impl Running {
         nodes: Option<&mut UniformNodes>,
         is_next: bool,
     ) -> bool {
-        let Self { key, task, movement, unsent_bytes, .. } = self;
+        let Self { key, task, movement, unsent, .. } = self;
         let is_moved = match (movement, nodes) {
             (Movement::Announced | Movement::Done, _) => return false,
             (Movement::Pieces, _) => true,
-            (Movement::Tree(tree), _) => tree.advance(*key, task, members, queues, unsent_bytes),
-            (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, queues, unsent_bytes),
-            (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, queues, unsent_bytes),
+            (Movement::Tree(tree), _) => tree.advance(*key, task, members, queues, unsent),
+            (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, queues, unsent),
+            (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, queues, unsent),
             (Movement::Hierarchical(hierarchical), Some(nodes)) => {
                 let turn = Turn { key: *key, is_next };
-                hierarchical.advance(nodes, turn, task, members, queues, unsent_bytes)
+                hierarchical.advance(nodes, turn, task, members, queues, unsent)
             }
             (Movement::Hierarchical(_), None) => false,
         };
-        is_moved && self.unsent_bytes == 0 && self.owed_bytes == 0
+        is_moved && self.unsent.is_empty() && self.owed_bytes == 0
     }
 
     /// Returns true if later hierarchical operations may start their all-gather.
@@ -310,10 +319,10 @@ impl Running {
         }
     }
 
-    /// Returns the world rank that it waits for, and the operation.
-    pub(crate) fn waits_for(&self, members: &Members) -> (usize, OperationContext) {
-        let late = match &self.movement {
-            Movement::Announced => self.awaited(members),
+    /// Returns the rank that it waits for.
+    pub(crate) fn waits_for(&self, members: &Members) -> Awaited {
+        let needed = match &self.movement {
+            Movement::Announced => self.unannounced(members),
             Movement::Shares(reduction) => reduction.waits_for(&self.task, members),
             Movement::Hierarchical(hierarchical) => hierarchical.waits_for(members),
             Movement::Stepwise(stepwise) => stepwise.waits_for(),
@@ -325,9 +334,16 @@ impl Running {
             }
             Movement::Done => None,
         };
-        let late = late.or(self.peer);
-        let late = late.or_else(|| members.others().next()).unwrap_or(members.own);
-        (members.ranks[late], self.context(members))
+        let world = |member: usize| members.ranks[member];
+        let needed = needed.or(self.peer).map(world).or_else(|| self.unsent.receiver());
+        let named = match &self.movement {
+            Movement::Announced => self.awaited(members),
+            Movement::Hierarchical(hierarchical) if needed.is_none() => hierarchical.neighbour(members),
+            _ => None,
+        };
+        let any = || members.others().next().unwrap_or(members.own);
+        let rank = named.map(world).or(needed).unwrap_or_else(|| world(any()));
+        Awaited { rank, needed, context: self.context(members) }
     }
 
     pub(crate) fn context(&self, members: &Members) -> OperationContext {
@@ -378,12 +394,12 @@ impl Running {
                     let sent = exchange.piece(member, members.own);
                     if !self.attaches(source.bytes()) {
                         let piece = source.bytes_at(sent.from, sent.bytes);
-                        queues.send(members.ranks[member], self.key, WHOLE, piece, &mut self.unsent_bytes);
+                        queues.send(members.ranks[member], self.key, WHOLE, piece, &mut self.unsent);
                     }
                 }
             }
             Flow::Send { to } if !self.attaches(source.bytes()) => {
-                queues.send(members.ranks[*to], self.key, WHOLE, source, &mut self.unsent_bytes);
+                queues.send(members.ranks[*to], self.key, WHOLE, source, &mut self.unsent);
             }
             Flow::Receive { .. } if !self.attaches(target.bytes()) => self.owed_bytes = target.bytes(),
             Flow::Receive { from } => {

@@ -10,13 +10,13 @@ use super::{
     frame::{Channel, ENDING_BYTES, Header, Key, Kind},
     hierarchical::UniformNodes,
     members::Members,
-    operation::{self, Announcement, Movement, Running},
+    operation::{self, Announcement, Awaited, Movement, Running},
     send_queues::SendQueues,
     stream::{Room, Sink},
     tree::{FLAT_MEMBERS, check_announcer},
 };
 use crate::{
-    Call, CommError, MAX_PARTITIONS, Malformed, OperationContext,
+    Call, CommError, MAX_PARTITIONS, Malformed,
     error::ERROR_WORDS,
     recorder::Recorder,
     sequence::{Lane, SequenceNumbers},
@@ -75,14 +75,13 @@ impl Operations {
         self.running.iter().filter(move |running| Lane::of(&running.task.flow) == lane)
     }
 
-    /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of
-    /// further ones.
-    pub(crate) fn oldest(&self, lane: Lane) -> Option<usize> {
-        self.on(lane).next().map(|running| running.waits_for(&self.members).0)
+    /// Returns what the oldest operation between the same ranks waits for; that operation delays the start of further ones.
+    pub(crate) fn oldest(&self, lane: Lane) -> Option<Awaited> {
+        self.on(lane).next().map(|running| running.waits_for(&self.members))
     }
 
-    /// Returns the rank that the operation of a ticket waits for, and the operation.
-    pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, OperationContext)> {
+    /// Returns what the operation of a ticket waits for; `None` once it is complete.
+    pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<Awaited> {
         let running = self.running.iter().find(|running| Arc::ptr_eq(&running.ticket, ticket))?;
         Some(running.waits_for(&self.members))
     }
@@ -325,7 +324,7 @@ impl Sink for OperationTable {
     fn sent(&mut self, to: usize, key: Key, bytes: usize) {
         let turned = Key { channel: key.channel.turned(), ..key };
         if let Ok((running, ..)) = self.find(to, turned) {
-            running.unsent_bytes -= bytes;
+            running.unsent.remove(to, bytes);
         }
     }
 }
@@ -470,6 +469,45 @@ mod tests {
             table.announcements.keys().filter(|key| key.0 == 1).map(|key| key.1).collect();
         kept.sort_unstable();
         assert_eq!(kept, [32]);
+    }
+
+    #[test]
+    fn a_sender_needs_the_rank_that_has_not_received_and_no_rank_that_has() {
+        let mut tables: Vec<OperationTable> =
+            (0..3).map(|rank| OperationTable::new(rank, 3, Recorder::private())).collect();
+        let mut data = vec![vec![0_u8; 100_000]; 3];
+        let mut tickets = Vec::new();
+        for (rank, (table, data)) in tables.iter_mut().zip(&mut data).enumerate() {
+            let collective: Collective<Source<'_>, Target<'_>> =
+                Collective::Broadcast { data: data[..].as_mut().into(), root: 1 };
+            let task = Task::new(&collective, rank, 3).map_err(|(call, _)| call.to_string()).unwrap();
+            let ticket = Ticket::new(Vec::new());
+            table.begin(0, task, Arc::clone(&ticket), std::panic::Location::caller());
+            tickets.push(ticket);
+        }
+        // Announcements go in the first round; of the data, only that for rank 0 is written.
+        pass_on(&mut tables);
+        tables[1].advance().unwrap();
+        let key = Key { group: 0, channel: Channel::Collective, sequence: 0 };
+        tables[1].queues.to(0).data.clear();
+        tables[1].sent(0, key, 100_000);
+        assert!(!tables[1].advance().unwrap());
+        let awaited = tables[1].group(0).waits_for(&tickets[1]).unwrap();
+        assert_eq!((awaited.rank, awaited.needed), (2, Some(2)));
+    }
+
+    #[test]
+    fn a_rank_that_a_neighbour_in_the_tree_has_named_is_not_needed() {
+        let mut table = OperationTable::new(41, 100, Recorder::private());
+        let task = Task::new(&Collective::<Source<'_>, Target<'_>>::Barrier, 41, 100);
+        let task = task.map_err(|(call, _)| call.to_string()).unwrap();
+        let ticket = Ticket::new(Vec::new());
+        table.begin(0, task, Arc::clone(&ticket), std::panic::Location::caller());
+        let key = Key { group: 0, channel: Channel::Collective, sequence: 0 };
+        table.take(40, &Header::of(Kind::Turn { index: 77 }, key, &[]), Vec::new()).unwrap();
+        // Rank 77 may be through and gone before the consent of rank 40 is here.
+        let awaited = table.group(0).waits_for(&ticket).unwrap();
+        assert_eq!((awaited.rank, awaited.needed), (77, Some(40)));
     }
 
     #[test]

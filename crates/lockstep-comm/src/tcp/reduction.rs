@@ -5,7 +5,7 @@
 use super::{
     frame::{Header, Key, Kind},
     members::Members,
-    send_queues::SendQueues,
+    send_queues::{SendQueues, UnsentBytes},
     stream::Room,
 };
 use crate::{
@@ -118,7 +118,7 @@ impl Reduction {
         task: &Task,
         members: &Members,
         queues: &mut SendQueues,
-        unsent: &mut usize,
+        unsent: &mut UnsentBytes,
     ) -> bool {
         for member in members.others() {
             while self.peers[member].sent < self.chunks(task, member).min(self.peers[member].room) {

@@ -1,6 +1,6 @@
 //! Control frames and data that wait to be sent, by rank. Operations fill the queues, links empty them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque, btree_map::Entry};
 
 use super::{
     frame::{Header, Key, Kind},
@@ -14,6 +14,35 @@ pub(crate) struct SendQueues {
     queues: BTreeMap<usize, SendQueue>,
     /// Ranks whose entry is new.
     new: Vec<usize>,
+}
+
+/// Number of bytes of an operation that are queued for sending and not written to a socket yet, by receiving rank.
+#[derive(Debug, Default)]
+pub(crate) struct UnsentBytes(BTreeMap<usize, usize>);
+
+impl UnsentBytes {
+    fn add(&mut self, rank: usize, bytes: usize) {
+        *self.0.entry(rank).or_default() += bytes;
+    }
+
+    /// Notes that bytes to a rank have been written.
+    pub(crate) fn remove(&mut self, rank: usize, bytes: usize) {
+        if let Entry::Occupied(mut unsent) = self.0.entry(rank) {
+            *unsent.get_mut() -= bytes;
+            if *unsent.get() == 0 {
+                unsent.remove();
+            }
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns a rank to which bytes have not been written; `None` if all are.
+    pub(crate) fn receiver(&self) -> Option<usize> {
+        self.0.keys().next().copied()
+    }
 }
 
 /// Outgoing frames to one rank.
@@ -54,10 +83,10 @@ impl SendQueues {
         key: Key,
         kind: Kind,
         piece: MemoryRange,
-        unsent_bytes: &mut usize,
+        unsent: &mut UnsentBytes,
     ) {
         if piece.bytes() > 0 {
-            *unsent_bytes += piece.bytes();
+            unsent.add(rank, piece.bytes());
             let message = Message { key, kind, start: piece.pointer, len: piece.bytes(), framed: 0 };
             self.to(rank).data.push_back(message);
         }

@@ -86,6 +86,16 @@ impl State {
         self.for_each_link(Link::write)
     }
 
+    /// Returns why nothing more comes from a rank; `None` if something may.
+    pub(crate) fn cause_of_absence(&self, rank: usize) -> Option<LossCause> {
+        match self.links.get(&rank) {
+            Some(link) if !link.is_gone() => None,
+            Some(link) if link.status == Status::Panicked => Some(LossCause::Panicked),
+            Some(_) => Some(LossCause::Left),
+            None => self.unreachable.get(&rank).copied(),
+        }
+    }
+
     /// Has a rank connected, unless it is or is being connected.
     pub(crate) fn connect(&mut self, rank: usize) {
         let Some(dialer) = &self.dialer else { return };

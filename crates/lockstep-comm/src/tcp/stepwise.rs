@@ -7,7 +7,7 @@ use super::{
     frame::{Header, Key, Kind},
     members::Members,
     reduction::{CHUNKS_AHEAD, ChunkBuffer},
-    send_queues::SendQueues,
+    send_queues::{SendQueues, UnsentBytes},
     stream::Room,
 };
 use crate::{
@@ -76,7 +76,7 @@ impl StepwiseAllReduce {
         task: &Task,
         members: &Members,
         queues: &mut SendQueues,
-        unsent: &mut usize,
+        unsent: &mut UnsentBytes,
     ) -> bool {
         loop {
             let before = (self.sent, self.merged);
@@ -94,7 +94,7 @@ impl StepwiseAllReduce {
                 let Some(peer) = self.peers.get_mut(&chunk.member) else { break };
                 let buffer = &mut peer.buffers[(chunk.index % CHUNKS_AHEAD) as usize];
                 // Data sent from the range of this chunk must have been written to the socket.
-                let is_free = chunk.after == 0 || (chunk.after <= self.sent && *unsent == 0);
+                let is_free = chunk.after == 0 || (chunk.after <= self.sent && unsent.is_empty());
                 if buffer.filled < bytes || !is_free {
                     break;
                 }

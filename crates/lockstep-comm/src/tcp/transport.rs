@@ -26,8 +26,9 @@ use super::{
     agreement::LONG_WAIT,
     frame::{Header, Kind},
     hierarchical::UniformNodes,
-    link::{Link, Status},
+    link::Link,
     mesh::{Arrival, Arrivals, Connections, Mesh},
+    operation::Awaited,
     operation_table::OperationTable,
     state::{BEATS, State, connect_limit},
 };
@@ -135,19 +136,19 @@ impl TcpTransport {
         Ok(Self { rank, shared, thread })
     }
 
-    /// Waits until `attempt` returns a result. `late` returns the rank and operation that it waits for.
+    /// Waits until `attempt` returns a result. `late` returns what it waits for.
     fn wait_until<R>(
         &self,
         group: usize,
         deadline: Deadline,
         mut attempt: impl FnMut(&mut State) -> Option<R>,
-        late: impl Fn(&State) -> Option<(usize, OperationContext)>,
+        late: impl Fn(&State) -> Option<Awaited>,
     ) -> Result<R, CommError> {
         let mut state = self.shared.lock();
         let mut awaited = late(&state);
         loop {
             if let Some(error) = state.take_ending() {
-                return Err(error.during(awaited.map(|(_, context)| context)));
+                return Err(error.during(awaited.map(|awaited| awaited.context)));
             }
             if let Some(result) = attempt(&mut state) {
                 return Ok(result);
@@ -157,29 +158,20 @@ impl TcpTransport {
                 continue;
             }
             awaited = late(&state);
-            let (rank, context) = awaited.unzip();
-            let rank = rank.unwrap_or(self.rank);
-            let gone = state.links.get(&rank).filter(|link| link.is_gone());
-            let error = match gone.map(|link| link.status) {
-                Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, context },
-                Some(_) => CommError::PeerLost { rank, cause: LossCause::Left, context },
-                None if let Some(cause) = state.unreachable.get(&rank) => {
-                    CommError::PeerLost { rank, cause: *cause, context }
-                }
-                None if deadline.has_passed() => {
-                    let group = name(group, &state.table.group(group).members.ranks);
-                    CommError::timed_out(self.rank, rank, deadline, context, group)
-                }
-                None => {
-                    let nap = MAX_SLEEP.min(deadline.remaining());
-                    state = self
-                        .shared
-                        .changed
-                        .wait_timeout(state, nap)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0;
-                    continue;
-                }
+            let context = awaited.map(|awaited| awaited.context);
+            let lost = awaited.and_then(|awaited| awaited.needed);
+            let lost = lost.and_then(|rank| Some((rank, state.cause_of_absence(rank)?)));
+            let error = if let Some((rank, cause)) = lost {
+                CommError::PeerLost { rank, cause, context }
+            } else if deadline.has_passed() {
+                let group = name(group, &state.table.group(group).members.ranks);
+                let rank = awaited.map_or(self.rank, |awaited| awaited.rank);
+                CommError::timed_out(self.rank, rank, deadline, context, group)
+            } else {
+                let nap = MAX_SLEEP.min(deadline.remaining());
+                let woken = self.shared.changed.wait_timeout(state, nap);
+                state = woken.unwrap_or_else(PoisonError::into_inner).0;
+                continue;
             };
             let error = state.end(error);
             self.shared.notify();
@@ -225,7 +217,7 @@ impl Transport for TcpTransport {
         let late = |state: &State| {
             let operations = state.table.group(group);
             let (sequence, group) = (operations.numbers.next(lane), operations.members.name);
-            Some((operations.oldest(lane)?, OperationContext { call, sequence, group }))
+            Some(Awaited { context: OperationContext { call, sequence, group }, ..operations.oldest(lane)? })
         };
         self.wait_until(group, deadline, begin, late)?;
         self.shared.notify();

@@ -9,7 +9,7 @@ use super::{
     frame::Kind,
     members::Members,
     reduction::ChunkBuffer,
-    send_queues::SendQueues,
+    send_queues::{SendQueues, UnsentBytes},
     stream::Room,
     tree::{children, parent, subtree},
 };
@@ -138,7 +138,7 @@ impl TreeMovement {
         task: &Task,
         members: &Members,
         queues: &mut SendQueues,
-        unsent_bytes: &mut usize,
+        unsent: &mut UnsentBytes,
     ) -> bool {
         const WHOLE: Kind = Kind::Direct { offset: 0 };
         if self.phase == Phase::Up && self.children.iter().all(|child| child.buffer.filled == child.bytes) {
@@ -146,7 +146,7 @@ impl TreeMovement {
             match parent(members.own) {
                 Some(parent) => {
                     let partial = bytes_of(&mut self.partial);
-                    queues.send(members.ranks[parent], key, WHOLE, partial, unsent_bytes);
+                    queues.send(members.ranks[parent], key, WHOLE, partial, unsent);
                 }
                 None => {
                     self.result.bytes = match &self.content {
@@ -162,7 +162,7 @@ impl TreeMovement {
             self.deliver(task, members);
             for child in &self.children {
                 let result = bytes_of(&mut self.result.bytes);
-                queues.send(members.ranks[child.member], key, WHOLE, result, unsent_bytes);
+                queues.send(members.ranks[child.member], key, WHOLE, result, unsent);
             }
             self.phase = Phase::Done;
         }

@@ -27,7 +27,8 @@ const TESTS: &str = "cpu::simd gemm::products::every gemm::products::random gemm
 const COMPILER: [&str; 3] = ["rustc-web", "libstd-rust-web-dev:amd64", "libstd-rust-web-dev:arm64"];
 
 /// Settings of the profile. Under debug assertions each load and store of an intrinsic checks its address, which takes longer
-/// than the kernels do; natively these checks run with the other tests. Only kernels need to be fast.
+/// than the kernels do; natively these checks run with the other tests. Only kernels need to be fast: at `opt-level = 1` their
+/// tests take 3.5 times as long, and their build 15 % less.
 const PROFILE: [(&str, &str); 4] = [
     ("CARGO_PROFILE_DEV_DEBUG_ASSERTIONS", "false"),
     ("CARGO_PROFILE_DEV_OVERFLOW_CHECKS", "true"),

@@ -21,6 +21,8 @@ pub(crate) enum Purpose {
     Run,
     /// Planning of a run, which needs no weights.
     Plan,
+    /// An inference under a plan. It has no steps, so that rules about the batch do not apply; it checks its plan itself.
+    Inference,
 }
 
 /// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are skipped: the default in its place is
@@ -212,6 +214,9 @@ impl Checker<'_, '_, '_> {
 
     /// Reports the rules of plans that need neither the model nor the ranks.
     fn plan(&mut self) {
+        if self.purpose == Purpose::Inference {
+            return;
+        }
         for problem in self.config.problems_of_plan_alone() {
             self.refuse(&keys_of(problem.fields()), problem.in_terms_of(key_of), "");
         }

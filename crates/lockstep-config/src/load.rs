@@ -260,6 +260,15 @@ impl RunConfig {
         Self::changed(self.purpose(), self.entries(|_| true), Vec::new(), plan, arguments)
     }
 
+    /// Returns the default configuration under the plan of an inference, if there is one, and with `--set` arguments. Whether the
+    /// plan fits is not checked.
+    ///
+    /// # Errors
+    /// With all values that no plan may have.
+    pub fn of_inference(plan: Option<&PlanFile>, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
+        Self::changed(Purpose::Inference, Entries::default(), Vec::new(), plan, arguments)
+    }
+
     /// Returns this configuration under a plan.
     ///
     /// # Errors

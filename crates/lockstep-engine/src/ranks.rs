@@ -1,6 +1,7 @@
 //! The ranks of a run as one of them sees them: its process groups, its place in the mesh, and the control-plane collectives.
 //! These agree on whether to go on, token counts, the loss and equal weights. With one rank every operation is local.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -89,6 +90,18 @@ impl Ranks {
     /// Returns the number of data-parallel replicas.
     pub fn replicas(&self) -> usize {
         self.mesh().batch_parts()
+    }
+
+    /// Returns this replica's part of `count` items in order: parts of consecutive items, whose sizes differ by one at most.
+    pub fn replica_part(&self, count: usize) -> Range<usize> {
+        let (replica, replicas) = (self.replica(), self.replicas());
+        let start = |replica: usize| (count as u128 * replica as u128 / replicas as u128) as usize;
+        start(replica)..start(replica + 1)
+    }
+
+    /// Returns true on the first rank of each data-parallel replica.
+    pub fn is_first_of_replica(&self) -> bool {
+        self.is_first_along(&[Axis::Pipeline, Axis::Context, Axis::Tensor], self.rank())
     }
 
     /// Returns true if each model replica spans several ranks.
@@ -252,9 +265,18 @@ impl Ranks {
     /// If a rank is lost or does not answer in time.
     #[track_caller]
     pub fn numbers<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
+        self.numbers_in_time(own, TimeLimit::Limited)
+    }
+
+    #[track_caller]
+    fn numbers_in_time<const N: usize>(
+        &self,
+        own: [u64; N],
+        limit: TimeLimit,
+    ) -> Result<Vec<[u64; N]>, CommError> {
         let Some(group) = self.group() else { return Ok(vec![own]) };
         let mut all = vec![0_i64; N * group.size()];
-        group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
+        group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline_of(limit))?;
         let (all, _) = all.as_chunks::<N>();
         Ok(all.iter().map(|numbers| numbers.map(i64::cast_unsigned)).collect())
     }
@@ -262,15 +284,21 @@ impl Ranks {
     /// Gathers the bytes of every rank on the first rank, in rank order; returns nothing on the others.
     #[track_caller]
     pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        self.gather_in_time(bytes, TimeLimit::Limited)
+    }
+
+    /// As [`Ranks::gather`], with the time limit `limit` until all ranks have arrived.
+    #[track_caller]
+    pub fn gather_in_time(&self, bytes: &[u8], limit: TimeLimit) -> Result<Vec<Vec<u8>>, CommError> {
         let Some(group) = self.group() else { return Ok(vec![bytes.to_vec()]) };
-        let lengths = self.all_numbers(bytes.len() as u64)?;
-        let counts: Vec<usize> = lengths.iter().map(|length| *length as usize).collect();
+        let lengths = self.numbers_in_time([bytes.len() as u64], limit)?;
+        let counts: Vec<usize> = lengths.iter().map(|[length]| *length as usize).collect();
         let mut all = vec![0_u8; if self.is_first() { counts.iter().sum() } else { 0 }];
         let output = self.is_first().then(|| Target::from(&mut all[..]));
         let (input, counts) = (Source::from(bytes), Some(counts));
         group.run(&mut Collective::Gather { input, output, root: 0, counts }, self.deadline())?;
         let mut rest = all.as_slice();
-        let part = |length: u64| rest.split_off(..length as usize).map(<[u8]>::to_vec);
+        let part = |[length]: [u64; 1]| rest.split_off(..length as usize).map(<[u8]>::to_vec);
         Ok(lengths.into_iter().map_while(part).collect())
     }
 

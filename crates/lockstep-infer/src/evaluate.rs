@@ -26,7 +26,8 @@ impl Evaluation {
     }
 }
 
-/// Returns the mean loss over every window of `data`, on all ranks. Each forward calls `advance` with its number of windows.
+/// Returns the mean loss over every window of `data`, on all ranks. Data-parallel replicas evaluate windows in turn. Each forward calls
+/// `advance` with its number of windows, those of all replicas.
 ///
 /// # Errors
 /// If memory runs out, a token file is damaged, or another rank is lost.
@@ -35,18 +36,20 @@ pub fn evaluate(
     data: &Dataset,
     mut advance: impl FnMut(u64),
 ) -> Result<Evaluation, InferError> {
-    let sequences = data.windows().min(EVALUATED_WINDOWS as u64);
+    let (replica, replicas) = (model.ranks().replica() as u64, model.ranks().replicas() as u64);
+    let sequences = data.windows().div_ceil(replicas).min(EVALUATED_WINDOWS as u64);
     let recorded = model.record(sequences as usize, data.seq_len(), HeadOutput::Losses);
     let groups = model.ranks().groups();
     let mut runner = Runner::for_evaluation(&recorded, &model.arena, groups.clone())?;
     let mut weights = RunnerWeights::new(&model.weights);
     let has_head = model.stage().end == recorded.units();
     let mut batch = MicroBatch::default();
-    let (mut loss, mut tokens) = (0.0, 0);
-    for first in (0..data.windows()).step_by(sequences as usize) {
+    let mut all = Totals::default();
+    for round in (0..data.windows()).step_by((sequences * replicas) as usize) {
+        let first = round + replica * sequences;
         data.fill(first..first + sequences, &mut batch)?;
-        // The last batch may extend into windows that were counted already; their labels are masked.
-        let counted = (data.windows() - first).min(sequences) as usize * data.seq_len();
+        // The last batches may extend into windows that were counted already; their labels are masked.
+        let counted = data.windows().saturating_sub(first).min(sequences) as usize * data.seq_len();
         batch.labels[counted..].fill(lockstep_data::IGNORE_LABEL);
         let host = HostBatch {
             ids: &batch.ids,
@@ -57,15 +60,14 @@ pub fn evaluate(
             inputs: &[],
         };
         runner.forward_from(&recorded, &*model.queue, &mut weights, &host)?;
+        let mut own = Totals::default();
         // Ranks of other pipeline stages have no losses.
-        if has_head {
-            loss += runner.loss_sum(&recorded);
-        }
-        tokens += batch.valid_tokens();
-        advance(sequences);
+        own.sums[0] = if has_head { runner.loss_sum(&recorded) } else { 0.0 };
+        own.counts[0] = batch.valid_tokens();
+        // In every round, so that no replica waits longer for another than a forward takes.
+        all.add(&model.ranks().totals(own)?);
+        advance(sequences * replicas);
     }
-    let mut own = Totals::default();
-    (own.sums[0], own.counts[0]) = (loss, tokens);
-    let loss = model.ranks().totals(own)?.sums[0];
-    Ok(Evaluation { loss: loss / tokens as f64, tokens })
+    let tokens = all.counts[0];
+    Ok(Evaluation { loss: all.sums[0] / tokens as f64, tokens })
 }

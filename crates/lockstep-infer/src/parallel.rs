@@ -1,21 +1,20 @@
-//! Plans of an inference over several ranks. They are the plans of training ([`Plan`]); what they say of gradients, optimizers and
-//! schedules has no meaning here, and what inference cannot do is refused.
+//! Plans of an inference over several ranks. They are the plans of training ([`Plan`]); what they say of gradients, optimizers,
+//! schedules and saved activations has no meaning here, and what inference cannot do is refused.
 //!
 //! ```text
+//! data             replicas of the model: windows of an evaluation and requests are split over them
 //! tensor           heads, columns and the vocabulary are sharded; all ranks have the same logits
 //! pipeline         each rank has consecutive units; the last one sends the logits to all
 //! expert           experts, or their columns, are sharded over the tensor-parallel ranks; every rank routes all tokens
 //! context          windows of an evaluation are sharded by tokens
 //! ```
 //!
-//! All ranks run the same scheduler on the same requests, and the logits have the same bits on all of them, so the ranks draw the
-//! same tokens without a message about them.
+//! All ranks of a replica run the same scheduler on the same requests, and the logits have the same bits on all of them, so they draw
+//! the same tokens without a message about them. Replicas exchange nothing before they have finished.
 
 use lockstep_config::{RunConfig, plan::facts_of};
 use lockstep_model::{ModelConfig, parameter_records};
-use lockstep_plan::{
-    CheckedPlan, Degrees, Facts, Plan, PlanProblem, Residences, StepFacts, TensorDimensions,
-};
+use lockstep_plan::{CheckedPlan, Degrees, Facts, Plan, PlanProblem, Residence, StepFacts, TensorDimensions};
 
 use crate::InferError;
 
@@ -61,20 +60,25 @@ pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Resul
         PlannedWork::Generation => 2 * context.max(1) * tensor.max(1),
         PlannedWork::Evaluation { seq_len } => seq_len,
     };
-    let step = StepFacts { global_batch: 1, seq_len, ..StepFacts::default() };
+    let mesh = inference_mesh(plan.mesh);
+    let step = StepFacts { global_batch: mesh.replicate, seq_len, ..StepFacts::default() };
     let model = facts_of(&RunConfig::default(), config).model;
     // A plan file names its model, and settings do not.
     if !plan.model.is_empty() && plan.model != model {
         problems.push(format!("the plan is for the model {}, and this one is {model}", plan.model));
     }
     let facts = Facts { model, ..config.facts(step, plan.mesh.world_size().unwrap_or(0)) };
-    // Collectives of a pass are small, so chunks of them would hide nothing.
-    let plan = Plan { tensor_chunks: Some(1), micro_batch: None, predicted: None, ..plan.clone() };
+    let plan = Plan {
+        mesh,
+        // Schedules with several stages on a rank balance them for training; inference has one on each.
+        stages: Some(plan.stages.clone()).filter(|stages| stages.len() == mesh.pipeline).unwrap_or_default(),
+        // Collectives of a pass are small, so chunks of them would hide nothing.
+        tensor_chunks: Some(1),
+        tensor_layout: plan.tensor_layout,
+        context_method: plan.context_method,
+        ..Plan::default()
+    };
     let resolved = plan.resolved(&facts, || unit_elements(config)).unwrap_or(plan);
-    if resolved.stages.len() > resolved.mesh.pipeline {
-        let (stages, ranks) = (resolved.stages.len(), resolved.mesh.pipeline);
-        problems.push(format!("{stages} stages on {ranks} pipeline ranks: inference has one on each"));
-    }
     match resolved.check(&facts) {
         Ok(checked) if problems.is_empty() => Ok(checked),
         Ok(_) => Err(InferError::Plan { problems }),
@@ -85,15 +89,16 @@ pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Resul
     }
 }
 
+/// Returns the mesh with all data-parallel ranks as replicas: without gradients and optimizer there is no state to shard over them.
+fn inference_mesh(mesh: Degrees) -> Degrees {
+    Degrees { replicate: mesh.replicate.saturating_mul(mesh.shard), shard: 1, ..mesh }
+}
+
 /// Returns the settings of a plan that inference does not support.
 fn unsupported(plan: &Plan, work: PlannedWork) -> Vec<String> {
-    let Degrees { replicate, shard, context, tensor, expert, expert_tensor, .. } = plan.mesh;
+    let Degrees { context, tensor, expert, expert_tensor, .. } = plan.mesh;
     let of_experts = expert.saturating_mul(expert_tensor);
     let rules = [
-        (
-            replicate.saturating_mul(shard) > 1,
-            format!("data_parallel_replicate {replicate} x data_parallel_shard {shard}: inference has one replica; allowed: 1, or tensor_parallel and pipeline_parallel"),
-        ),
         (
             context > 1 && work == PlannedWork::Generation,
             format!("context_parallel {context} shards windows of tokens, which eval has and generation has not; allowed: 1"),
@@ -105,16 +110,12 @@ fn unsupported(plan: &Plan, work: PlannedWork) -> Vec<String> {
             ),
         ),
         (
-            plan.sequence_parallel,
-            "sequence_parallel shards the tokens of each pass, of which a decoding step has few; allowed: false".to_owned(),
-        ),
-        (
             plan.tensor_layout == TensorDimensions::Two,
             "tensor_layout 2d shards whole sequences of a batch; allowed: \"1d\"".to_owned(),
         ),
         (
-            plan.residence != Residences::default(),
-            "offload: weights of several ranks stay in memory; allowed: \"none\", or one rank with --max-memory".to_owned(),
+            plan.residence.parameters == Residence::Disk,
+            "parameters on disk: weights of several ranks stay in memory; allowed: \"none\", or one rank with --max-memory".to_owned(),
         ),
     ];
     rules.into_iter().filter(|(is_broken, _)| *is_broken).map(|(_, what)| what).collect()
@@ -132,6 +133,8 @@ fn unit_elements(config: &ModelConfig) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
+    use lockstep_plan::{PipelineSchedule, Recompute, RecomputeRules, Residences, schedule::Kind};
+
     use super::*;
 
     fn problems(model: &str, plan: &Plan, work: PlannedWork) -> Vec<String> {
@@ -160,6 +163,25 @@ mod tests {
     }
 
     #[test]
+    fn a_plan_of_training_is_one_of_inference() {
+        let config = ModelConfig::preset("llama3-8b").expect("a preset");
+        let mesh = Degrees { pipeline: 2, replicate: 2, shard: 2, tensor: 2, ..Degrees::default() };
+        let plan = Plan {
+            mesh,
+            micro_batch: Some(4),
+            schedule: PipelineSchedule::published(Kind::Interleaved, 2),
+            stages: vec![9, 8, 9, 8],
+            recompute: RecomputeRules::from(Recompute::Full),
+            sequence_parallel: true,
+            zero_stage: 1,
+            ..Plan::default()
+        };
+        let checked = check_plan(&config, &plan, PlannedWork::Generation).expect("a plan");
+        let mesh = Degrees { replicate: 4, shard: 1, ..mesh };
+        assert_eq!((checked.plan().mesh, checked.layout().stages.len()), (mesh, 2));
+    }
+
+    #[test]
     fn stages_have_about_equally_many_weights() {
         let config = ModelConfig::preset("llama3-8b").expect("a preset");
         let plan = Plan { mesh: Degrees { pipeline: 2, ..Degrees::default() }, ..Plan::default() };
@@ -170,12 +192,11 @@ mod tests {
 
     #[test]
     fn settings_without_meaning_for_inference_are_refused_all_at_once() {
-        let mesh = Degrees { replicate: 2, context: 2, tensor: 2, expert: 4, ..Degrees::default() };
-        let plan = Plan { mesh, sequence_parallel: true, ..Plan::default() };
+        let mesh = Degrees { context: 2, tensor: 2, expert: 4, ..Degrees::default() };
+        let residence = Residences { parameters: Residence::Disk, ..Residences::default() };
+        let plan = Plan { mesh, residence, ..Plan::default() };
         let found = problems("mixtral-8x7b", &plan, PlannedWork::Generation).join("; ");
-        for part in
-            ["data_parallel_replicate 2", "context_parallel 2", "expert_parallel 4", "sequence_parallel"]
-        {
+        for part in ["context_parallel 2", "expert_parallel 4", "parameters on disk"] {
             assert!(found.contains(part), "{part} is not in {found}");
         }
         let mesh = Degrees { tensor: 5, ..Degrees::default() };

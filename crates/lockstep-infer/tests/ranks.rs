@@ -372,6 +372,8 @@ fn an_evaluation_has_the_loss_of_one_rank() {
         Degrees { pipeline: 2, ..Degrees::default() },
         Degrees { context: 2, ..Degrees::default() },
         Degrees { context: 2, pipeline: 2, tensor: 2, ..Degrees::default() },
+        Degrees { replicate: 3, ..Degrees::default() },
+        Degrees { shard: 2, pipeline: 2, tensor: 2, ..Degrees::default() },
     ];
     for mesh in meshes {
         for context_method in [ContextMethod::Ring, ContextMethod::AllGather, ContextMethod::AllToAll] {

@@ -28,7 +28,7 @@ pub(crate) struct Arguments {
     /// Tokens generated after it, one at a time
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_one())]
     new_tokens: u64,
-    /// Sequences at a time
+    /// Sequences at a time, of each data-parallel replica
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     sequences: u64,
     /// Runs; the fastest of each time counts
@@ -59,10 +59,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 /// Results of all runs.
 struct Report {
     ranks: usize,
+    replicas: usize,
     threads: usize,
     dtype: DType,
     kv_cache: KvCacheType,
-    /// Bytes of the keys and values of all sequences.
+    /// Bytes of the keys and values of a replica's sequences.
     kv_cache_bytes: u64,
     load_ms: f64,
     first_prefill_ms: f64,
@@ -101,7 +102,8 @@ fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failu
     let first_prefill_ms = first.prefill_ms;
     let mut runs = (1..arguments.repeats).map(|_| time_run(&model, arguments));
     let fastest = runs.try_fold(first, |best, run| run.map(|run| best.fastest(&run)))?;
-    let tokens_per_s = |tokens: u64, ms: f64| (arguments.sequences * tokens) as f64 * 1e3 / ms;
+    let sequences = arguments.sequences * model.ranks().replicas() as u64;
+    let tokens_per_s = |tokens: u64, ms: f64| (sequences * tokens) as f64 * 1e3 / ms;
     let decode_tokens_per_s = tokens_per_s(arguments.new_tokens, fastest.decode_ms);
     let weight_bytes = weight_bytes_of_all(&model)?;
     let weights = match &placed {
@@ -113,6 +115,7 @@ fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failu
         threads: model.threads(),
         dtype: model.dtype(),
         kv_cache: model.kv_cache(),
+        replicas: model.ranks().replicas(),
         kv_cache_bytes: arguments.sequences * model.kv_cache_bytes(context),
         load_ms,
         first_prefill_ms,
@@ -120,7 +123,7 @@ fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failu
         decode_tokens_per_s,
         fastest,
         weight_bytes,
-        weights_gb_per_s: weights as f64 * decode_tokens_per_s / arguments.sequences as f64 / 1e9,
+        weights_gb_per_s: weights as f64 * decode_tokens_per_s / sequences as f64 / 1e9,
         placed,
         pss_bytes: proportional_bytes(),
         peak_rss_bytes: peak_resident_bytes(),
@@ -147,7 +150,7 @@ impl Report {
         let [in_place, converted] = self.weight_bytes;
         json!({
             "dtype": self.dtype.to_string(), "kv_cache": self.kv_cache.to_string(), "kv_cache_bytes": self.kv_cache_bytes,
-            "ranks": self.ranks, "threads": self.threads, "load_ms": self.load_ms, "first_prefill_ms": self.first_prefill_ms,
+            "ranks": self.ranks, "replicas": self.replicas, "threads": self.threads, "load_ms": self.load_ms, "first_prefill_ms": self.first_prefill_ms,
             "prefill_ms": self.fastest.prefill_ms, "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s, "weights_in_place_bytes": in_place,
             "weights_converted_bytes": converted, "weights_gb_per_s": self.weights_gb_per_s,
@@ -160,6 +163,8 @@ impl Report {
     fn print(&self, arguments: &Arguments) {
         let several = self.ranks > 1;
         let of_ranks = if several { format!("{} ranks of ", self.ranks) } else { String::new() };
+        let of_ranks =
+            if self.replicas > 1 { format!("{} replicas on {of_ranks}", self.replicas) } else { of_ranks };
         let (model, threads) = (&arguments.model.model, human::plural(self.threads, "thread"));
         say!("{model} {}, cache {}, {of_ranks}{threads}", self.dtype, self.kv_cache);
         let load_ms = self.load_ms;
@@ -244,13 +249,15 @@ fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> 
         let tokens = |&sequence| NewTokens { sequence, ids, wants_logits: true };
         batch.read(&sequences.iter().map(tokens).collect::<Vec<_>>()).map(drop)
     };
+    // Replicas run at the same time.
+    model.ranks().barrier().map_err(InferError::from)?;
     let start = Instant::now();
     prompt.chunks((model.chunk_tokens() / sequences.len()).max(1)).try_for_each(&mut read)?;
-    let prefill_ms = milliseconds(start);
+    let prefill_ms = slowest_ms(model, start)?;
     let start = Instant::now();
     model.take_disk_traffic();
     rest.chunks(1).try_for_each(&mut read)?;
-    let (decode_ms, read_bytes) = (milliseconds(start), model.take_disk_traffic().read_bytes);
+    let (decode_ms, read_bytes) = (slowest_ms(model, start)?, model.take_disk_traffic().read_bytes);
     Ok(Run { prefill_ms, decode_ms, read_gb_per_s: read_bytes as f64 / decode_ms / 1e6 })
 }
 
@@ -259,6 +266,13 @@ fn read_alone(plan: Option<&InferencePlan>) -> Result<Option<f64>, Failure> {
     const TIMED_BYTES: usize = 1 << 30;
     let Some(plan) = plan.filter(|plan| plan.read_bytes(1) > 0) else { return Ok(None) };
     Ok(plan.measure_disk(TIMED_BYTES)?.map(|bytes_per_s| bytes_per_s / 1e9))
+}
+
+/// Returns the milliseconds since `start` on the rank that took longest.
+fn slowest_ms(model: &LoadedModel, start: Instant) -> Result<f64, Failure> {
+    let nanoseconds = start.elapsed().as_nanos() as u64;
+    let all = model.ranks().all_numbers(nanoseconds).map_err(InferError::from)?;
+    Ok(all.into_iter().max().unwrap_or_default() as f64 / 1e6)
 }
 
 fn milliseconds(start: Instant) -> f64 {

@@ -8,14 +8,15 @@ use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use lockstep_config::{PlanFile, RunConfig, Transport, human};
-use lockstep_engine::{Groups, Ranks};
+use lockstep_engine::{Groups, Ranks, TimeLimit};
 use lockstep_infer::{PlannedWork, check_plan, plan_over};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::{is_launched, place, started_group};
 use lockstep_model::ModelConfig;
 use lockstep_plan::CheckedPlan;
+use serde_json::Value;
 
-use crate::exit::{Failure, INTERRUPTED};
+use crate::exit::{FAILED, Failure, INTERRUPTED};
 use crate::launching::variable;
 use crate::local_ranks::{Given, start};
 use crate::output;
@@ -24,7 +25,7 @@ use crate::ranks::{join_options, told_by};
 use crate::world::World;
 
 /// Keys of `[parallel]` that inference has.
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 11] = [
     "tensor_parallel",
     "pipeline_parallel",
     "pipeline_stages",
@@ -32,10 +33,8 @@ const KEYS: [&str; 13] = [
     "expert_tensor_parallel",
     "context_parallel",
     "context_parallel_method",
-    "sequence_parallel",
     "tensor_layout",
     "data_parallel_replicate",
-    "data_parallel_shard",
     "transport",
     "timeout_s",
 ];
@@ -119,9 +118,7 @@ impl RankArguments {
             )));
         }
         let plan = self.plan.as_deref().map(PlanFile::read).transpose()?;
-        Ok(RunConfig::default()
-            .with_changes(plan.as_ref(), &self.settings)
-            .map_err(lockstep_config::Error::from)?)
+        Ok(RunConfig::of_inference(plan.as_ref(), &self.settings).map_err(lockstep_config::Error::from)?)
     }
 }
 
@@ -150,6 +147,27 @@ fn checked(
         )));
     }
     Ok(check_plan(model, &plan, work)?)
+}
+
+/// Returns on the first rank the results of all replicas, in order: each replica's `own` are alike on its ranks. Replicas may take
+/// unlike long, so the wait has no time limit; a lost rank ends it.
+pub(crate) fn results_of_replicas(ranks: &Ranks, own: Vec<Value>) -> Result<Vec<Value>, Failure> {
+    if ranks.replicas() == 1 {
+        return Ok(own);
+    }
+    let sent = if ranks.is_first_of_replica() { Value::Array(own).to_string() } else { String::new() };
+    let gathered = ranks
+        .gather_in_time(sent.as_bytes(), TimeLimit::Unlimited)
+        .map_err(|error| told_by(error, ranks.rank()))?;
+    let mut all = Vec::new();
+    for (rank, results) in gathered.iter().enumerate().filter(|(_, results)| !results.is_empty()) {
+        let damaged = |error: serde_json::Error| Failure {
+            message: format!("the results of rank {rank} are damaged: {error}"),
+            code: FAILED,
+        };
+        all.extend(serde_json::from_slice::<Vec<Value>>(results).map_err(damaged)?);
+    }
+    Ok(all)
 }
 
 /// Returns on all ranks the text that `make` returns on the first one.

@@ -44,7 +44,7 @@ pub(super) fn converse(writer: &Writer<'_>, system: Option<&str>) -> Result<Exit
 /// Generates and shows the answer to the last of `messages`.
 fn answer(writer: &Writer<'_>, messages: &[(String, String)], seed: u64) -> Result<String, Failure> {
     let job = Job { ids: writer.tokenizer.encode_chat(messages)?, seed };
-    let written = writer.write(&[job], |_, text| {
+    let written = writer.write(&[job], 0..1, |_, text| {
         piece(text.unwrap_or(""));
         Ok(())
     })?;

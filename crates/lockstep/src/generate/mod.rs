@@ -26,6 +26,7 @@ use self::{
 };
 use crate::exit::Failure;
 use crate::infer::{KvCacheArguments, ModelArguments};
+use crate::inference_ranks::results_of_replicas;
 use crate::output::{note, piece, say, warning};
 use crate::placement::{FoundModel, PlacedModel};
 
@@ -133,15 +134,22 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         let echoed = if arguments.chat { "" } else { prompt_of(job) };
         if jobs.len() > 1 { number + echoed } else { echoed.to_owned() }
     });
-    let written = writer.write(&jobs, |job, piece| {
+    let own = model.ranks().replica_part(jobs.len());
+    let written = writer.write(&jobs, own.clone(), |job, piece| {
         if !arguments.json {
             shown.add(job, piece);
         }
         Ok(())
     })?;
+    let results = own.clone().zip(&written).map(|(job, written)| written.json(prompt_of(job)));
+    let results = results_of_replicas(model.ranks(), results.collect())?;
     if arguments.json {
-        let results = written.iter().enumerate().map(|(job, written)| written.json(prompt_of(job)));
-        print_json(results.collect(), &placed);
+        print_json(results, &placed);
+    } else {
+        for (job, result) in results.iter().enumerate().skip(own.end) {
+            shown.add(job, result["text"].as_str());
+            shown.add(job, None);
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -160,23 +168,31 @@ fn search(
             "-n {samples}: a search with {most} beams finds {most} texts"
         )));
     }
-    let mut results = Vec::new();
-    for (number, (prompt, ids)) in prompts.iter().zip(ids).enumerate() {
-        let found = writer.search(ids, samples, beams)?;
-        for (rank, written) in found.iter().enumerate() {
-            if arguments.json {
-                results.push(written.json(prompt));
-                continue;
-            }
+    let ranks = writer.model.ranks();
+    let show = |number: usize, found: &[Value]| {
+        for (rank, result) in found.iter().enumerate().filter(|_| !arguments.json) {
             if prompts.len() * samples > 1 {
                 say!("--- prompt {}, text {}", number + 1, rank + 1);
             }
-            let echoed = if arguments.chat { "" } else { prompt.as_str() };
-            say!("{echoed}{}", written.text);
+            let echoed = if arguments.chat { "" } else { prompts[number].as_str() };
+            say!("{echoed}{}", result["text"].as_str().unwrap_or_default());
         }
+    };
+    let own = ranks.replica_part(prompts.len());
+    let mut results = Vec::new();
+    for number in own.clone() {
+        let found = writer.search(&ids[number], samples, beams)?;
+        let found: Vec<Value> = found.iter().map(|written| written.json(&prompts[number])).collect();
+        show(number, &found);
+        results.extend(found);
     }
+    let results = results_of_replicas(ranks, results)?;
     if arguments.json {
         print_json(results, placed);
+        return Ok(ExitCode::SUCCESS);
+    }
+    for (number, found) in results.chunks(samples).enumerate().skip(own.end) {
+        show(number, found);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -322,7 +338,7 @@ pub(crate) fn show_sample(
     let writer =
         Writer { model, tokenizer, sampling, length, end, stops: Vec::new(), kept: None, batch_size: 1 };
     piece(prompt);
-    writer.write(&[job], |_, text| {
+    writer.write(&[job], 0..1, |_, text| {
         piece(text.unwrap_or(""));
         Ok(())
     })?;

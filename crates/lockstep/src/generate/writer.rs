@@ -1,6 +1,6 @@
 //! The texts of a model: requests for the scheduler, and their tokens as text.
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 
 use lockstep_data::{TextStream, Tokenizer};
 use lockstep_infer::{
@@ -80,11 +80,12 @@ impl Written {
 }
 
 impl Writer<'_> {
-    /// Generates one text for each job, several at once. Calls `show` with the number of a job and each piece of its text, and with
-    /// `None` at its end.
+    /// Generates a text for each of the jobs `part`, several at once. Calls `show` with the number of a job and each piece of its text,
+    /// and with `None` at its end. Jobs of other replicas are checked as well, so that all replicas report the same problem.
     pub(super) fn write(
         &self,
         jobs: &[Job],
+        part: Range<usize>,
         mut show: impl FnMut(usize, Option<&str>) -> Result<(), Failure>,
     ) -> Result<Vec<Written>, Failure> {
         let requests: Vec<Request> = jobs.iter().map(|job| self.request(job)).collect();
@@ -94,12 +95,13 @@ impl Writer<'_> {
             cache_tokens: Scheduler::cache_tokens(self.model, &requests, self.batch_size)?,
         };
         let mut scheduler = Scheduler::new(self.model, options)?;
-        for request in requests {
+        for request in requests.into_iter().take(part.end).skip(part.start) {
             scheduler.add(request)?;
         }
-        let mut drafts: Vec<Draft<'_>> = jobs.iter().map(|job| self.draft(job)).collect();
-        scheduler.run(|job, event| -> Result<_, Failure> {
-            let Draft { stream, text, written } = &mut drafts[job];
+        let mut drafts: Vec<Draft<'_>> = jobs[part.clone()].iter().map(|job| self.draft(job)).collect();
+        scheduler.run(|request, event| -> Result<_, Failure> {
+            let job = part.start + request;
+            let Draft { stream, text, written } = &mut drafts[request];
             match event {
                 Event::Token(drawn) if self.end.contains(&drawn.id) => return Ok(ControlFlow::Break(())),
                 Event::Token(drawn) => {

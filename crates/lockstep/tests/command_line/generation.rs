@@ -102,11 +102,28 @@ fn several_ranks_generate_and_measure_what_one_does() {
         &["--nproc-per-node", "2"][..],
         &["--set", "parallel.pipeline_parallel=2"],
         &["--nproc_per_node=4", "--set=parallel.pipeline_parallel=2", "--set=parallel.transport=tcp"],
+        &["--set", "parallel.data_parallel_replicate=2"],
+        &["--nproc-per-node", "4", "--set", "parallel.data_parallel_replicate=2"],
+        // More replicas than prompts.
+        &["--set", "parallel.data_parallel_replicate=3"],
     ] {
         assert_eq!(generate(&workshop, &[&told[..], plan].concat()).json(), expected, "{plan:?}");
         assert!((loss(plan) / loss(&[]) - 1.0).abs() < 1e-5, "{plan:?}");
     }
-    let of_training = ["plan", "run.toml", "--set", "parallel.tensor_parallel=2", "-o", "plan.json"];
+    let of_training = [
+        "plan",
+        "run.toml",
+        "--set",
+        "parallel.tensor_parallel=2",
+        "--set",
+        "parallel.sequence_parallel=true",
+        "--set",
+        "parallel.data_parallel_shard=2",
+        "--set",
+        "parallel.zero_stage=3",
+        "-o",
+        "plan.json",
+    ];
     workshop.run(&of_training).succeeds();
     assert_eq!(generate(&workshop, &[&told[..], &["--plan", "plan.json"]].concat()).json(), expected);
     let context = loss(&["--set", "parallel.context_parallel=2"]);
@@ -114,6 +131,20 @@ fn several_ranks_generate_and_measure_what_one_does() {
     let beams = ["--num-beams", "3", "--prompt", "All", "--max-new-tokens", "5", "--json"];
     let found = generate(&workshop, &beams).json();
     assert_eq!(generate(&workshop, &[&beams[..], &["--nproc-per-node", "2"]].concat()).json(), found);
+    let replicas = ["--nproc-per-node", "2", "--set", "parallel.data_parallel_replicate=2"];
+    for told in [
+        &["--prompts", "prompts.txt", "-n", "3", "--max-new-tokens", "5"][..],
+        &["--prompts", "prompts.txt", "-n", "2", "--num-beams", "3", "--max-new-tokens", "5"],
+    ] {
+        let of_one = generate(&workshop, told).succeeds();
+        let of_two = generate(&workshop, &[told, &replicas].concat()).succeeds();
+        assert_eq!((of_two.stdout, of_two.stderr), (of_one.stdout, of_one.stderr), "{told:?}");
+    }
+    // The second replica's prompt is too long, and both say so.
+    workshop.write("long.txt", format!("a\n{}\n", "All ranks ".repeat(30)));
+    let too_long = generate(&workshop, &[&["--prompts", "long.txt"][..], &replicas].concat());
+    assert_eq!(too_long.code, Some(2), "{too_long:?}");
+    assert!(too_long.stderr.contains("300 tokens") && !too_long.stderr.contains("lost"), "{too_long:?}");
     let piped = format!(
         "printf 'All ranks' | '{}' generate --model hf --temperature 0 --max-new-tokens 9 --nproc-per-node 2",
         env!("CARGO_BIN_EXE_lockstep")
@@ -128,6 +159,8 @@ fn several_ranks_generate_and_measure_what_one_does() {
         (&measured["ranks"], measured["weights_in_place_bytes"].as_u64() > Some(0)),
         (&json!(2), true)
     );
+    let measured = workshop.run(&[&bench[..], &replicas].concat()).json();
+    assert_eq!((&measured["ranks"], &measured["replicas"]), (&json!(2), &json!(2)));
 }
 
 #[test]
@@ -139,7 +172,10 @@ fn plans_that_inference_cannot_run_are_refused_before_any_rank_starts() {
             &["tensor 3 does not divide the 2 attention heads", "nearest: 2"][..],
         ),
         (&["--set", "parallel.context_parallel=2"], &["context_parallel 2", "generation has not"]),
-        (&["--set", "parallel.data_parallel_replicate=2"], &["data_parallel_replicate 2", "one replica"]),
+        (
+            &["--set", "parallel.data_parallel_shard=2"],
+            &["data_parallel_shard", "parallel.data_parallel_replicate"],
+        ),
         (
             &["--set", "parallel.zero_stage=3"],
             &["parallel.zero_stage", "allowed", "parallel.tensor_parallel"],

@@ -17,7 +17,7 @@ use crate::{
         StoredElements,
         architecture::{LOCAL_THETA, WINDOW_PATTERN, gemma_query_scale},
         names::Architecture,
-        rope::{divisors_of, rounds_yarn},
+        rope::{LONG_ROPE_FACTORS, divisors_of, rounds_yarn},
         tokenizer_export::{self, TokenizerSettings},
         writer::{TensorSpec, Value, write},
     },
@@ -202,10 +202,17 @@ fn tensors<'a>(
     let (mut specs, mut sources) = (Vec::new(), Vec::new());
     if matches!(config.rope.scaling, RopeScaling::Llama3 { .. }) {
         let divisors: Vec<f32> =
-            divisors_of(config.rope.theta, config.rope.scaling, config.head_dim).collect();
+            divisors_of(config.rope.theta, config.rope.scaling.clone(), config.head_dim).collect();
         let (name, shape) = ("rope_freqs.weight".to_owned(), vec![divisors.len()]);
         specs.push(TensorSpec { name, shape, stored: StoredElements::Dense(DType::F32) });
         sources.push(Source::Values(divisors));
+    }
+    if let RopeScaling::LongRope(long) = &config.rope.scaling {
+        for (name, factors) in LONG_ROPE_FACTORS.into_iter().zip([&long.short_factor, &long.long_factor]) {
+            let (name, shape) = (name.to_owned(), vec![factors.len()]);
+            specs.push(TensorSpec { name, shape, stored: StoredElements::Dense(DType::F32) });
+            sources.push(Source::Values(factors.iter().map(|factor| *factor as f32).collect()));
+        }
     }
     for tensor in mapping.tensors() {
         let name = architecture
@@ -292,13 +299,17 @@ fn model_metadata(
     put("rope.freq_base", Value::F32(config.rope.theta as f32));
     let rotated = (config.head_dim as f64 * config.rotary_fraction).round() as usize;
     put("rope.dimension_count", size(rotated));
-    match config.rope.scaling {
+    match &config.rope.scaling {
         RopeScaling::Default | RopeScaling::Llama3 { .. } => {}
         RopeScaling::Linear { factor } => {
             put("rope.scaling.type", Value::Text("linear".to_owned()));
-            put("rope.scaling.factor", Value::F32(factor as f32));
+            put("rope.scaling.factor", Value::F32(*factor as f32));
         }
-        RopeScaling::Yarn(yarn) => put_yarn(config, &yarn, &mut put)?,
+        RopeScaling::Yarn(yarn) => put_yarn(config, yarn, &mut put)?,
+        RopeScaling::LongRope(long) => {
+            put("rope.scaling.original_context_length", size(long.original_max_position_embeddings));
+            put("rope.scaling.attn_factor", Value::F32(config.rope.amplitude() as f32));
+        }
     }
     put_gemma(config, &mut put)?;
     put_window(config, &mut put)?;
@@ -344,7 +355,7 @@ fn put_gemma(config: &LlamaConfig, put: &mut impl FnMut(&str, Value)) -> Result<
     match (config.family, config.full_every) {
         (LlamaFamily::Gemma3, Some(every)) => {
             put(WINDOW_PATTERN, Value::U32(every as u32));
-            if let Some(local) = config.local_rope {
+            if let Some(local) = &config.local_rope {
                 put(LOCAL_THETA, Value::F32(local.theta as f32));
             }
             Ok(())

@@ -542,6 +542,7 @@ impl Runner {
             positions: slot.positions.view(),
             document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
             dropout_keys: Some(slot.dropout_keys.view()),
+            long_rows: model.long_rows(),
             constants: &self.constants,
             inputs: &slot.inputs,
         };

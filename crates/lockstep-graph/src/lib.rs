@@ -80,7 +80,7 @@ pub use ops::{
     batch_norm::{BatchNormOptions, Synchronization},
     convolution::Convolution,
     linear::Linear,
-    rope::RotaryPairs,
+    rope::{RotaryEmbedding, RotaryPairs},
     route::Routing,
     sequence_token::SequenceToken,
 };

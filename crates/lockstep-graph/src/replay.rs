@@ -1,7 +1,7 @@
 //! The arguments of a replay, and the context in which operations run: views of values, gradients and weights in the
 //! caller's buffers.
 
-use std::cell::Cell;
+use std::{cell::Cell, ops::Range};
 
 use lockstep_plan::{DType, ParameterId};
 use lockstep_tensor::{
@@ -90,6 +90,9 @@ pub struct Batch<'a> {
     pub document_starts: Option<View<'a>>,
     /// Key of (seed, sample, epoch) of each sequence, u32 `[sequences, 2]`. Required by a program with dropout.
     pub dropout_keys: Option<View<'a>>,
+    /// Rows of sequences beyond the context for which [`RotaryEmbedding::frequencies`](crate::RotaryEmbedding::frequencies) are:
+    /// ascending ranges of tokens.
+    pub long_rows: &'a [Range<usize>],
     /// Constants of the model, f32 vectors in the order of its declarations.
     pub constants: &'a [Tensor],
     /// Named inputs, `[samples, ...]`, in the order of the model's declarations.
@@ -105,6 +108,7 @@ impl<'a> Batch<'a> {
             positions,
             document_starts: None,
             dropout_keys: None,
+            long_rows: &[],
             constants: &[],
             inputs: &[],
         }

@@ -42,6 +42,8 @@ struct Sequence {
     pages: Vec<u32>,
     /// Number of tokens that were read.
     tokens: usize,
+    /// True if it may get longer than the model's short context.
+    is_long: bool,
 }
 
 impl<'m> Batch<'m> {
@@ -61,13 +63,19 @@ impl<'m> Batch<'m> {
         tokens.next_multiple_of(PAGE_TOKENS)
     }
 
-    /// Opens a sequence without tokens.
-    pub fn open(&mut self) -> SequenceId {
+    /// Opens a sequence that gets up to `most_tokens` tokens. Models with LongRoPE have other frequencies for sequences that get longer
+    /// than their original context, from their first token on.
+    pub fn open(&mut self, most_tokens: usize) -> SequenceId {
+        let is_long = self.model.config.short_context().is_some_and(|short| most_tokens > short);
+        self.add(Sequence { is_long, ..Sequence::default() })
+    }
+
+    fn add(&mut self, sequence: Sequence) -> SequenceId {
         let place = self.sequences.iter().position(Option::is_none).unwrap_or(self.sequences.len());
         if place == self.sequences.len() {
             self.sequences.push(None);
         }
-        self.sequences[place] = Some(Sequence::default());
+        self.sequences[place] = Some(sequence);
         SequenceId(place)
     }
 
@@ -79,11 +87,11 @@ impl<'m> Batch<'m> {
     /// # Panics
     /// If the sequence is closed.
     pub fn fork(&mut self, sequence: SequenceId) -> Result<SequenceId, InferError> {
-        let Sequence { pages, tokens } = self.sequences[sequence.0].as_ref().expect("an open sequence");
-        let fork = Sequence { pages: self.pool.fork(&*self.model.queue, pages, *tokens)?, tokens: *tokens };
-        let id = self.open();
-        self.sequences[id.0] = Some(fork);
-        Ok(id)
+        let Sequence { pages, tokens, is_long } =
+            self.sequences[sequence.0].as_ref().expect("an open sequence");
+        let (tokens, is_long) = (*tokens, *is_long);
+        let pages = self.pool.fork(&*self.model.queue, pages, tokens)?;
+        Ok(self.add(Sequence { pages, tokens, is_long }))
     }
 
     /// Removes the sequence, and frees its pages.
@@ -141,8 +149,9 @@ impl<'m> Batch<'m> {
             .map(|entry| {
                 assert!(!entry.ids.is_empty(), "a step reads at least one token of each of its sequences");
                 let sequence = self.sequences[entry.sequence.0].as_ref().expect("an open sequence");
-                let Sequence { pages, tokens } = sequence;
-                Part { ids: entry.ids, cached: *tokens, pages, wants_logits: entry.wants_logits }
+                let Sequence { pages, tokens, is_long } = sequence;
+                let (cached, is_long) = (*tokens, *is_long);
+                Part { ids: entry.ids, cached, pages, wants_logits: entry.wants_logits, is_long }
             })
             .collect();
         self.forward.run(&parts, &self.pool, &mut self.logits)?;

@@ -69,7 +69,8 @@ pub fn beam_search(
     }
     // While beams are copied, an old one and a new one have a last page of their own each.
     let mut batch = Batch::new(model, beams * (Batch::whole_pages(tokens) + PAGE_TOKENS))?;
-    let sequence = batch.open();
+    // The last token is not read.
+    let sequence = batch.open((tokens - 1).max(prompt.len()));
     let mut logits = vec![batch.read_prompt(sequence, prompt)?.to_vec()];
     let mut running = vec![Beam { sequence, tokens: Vec::new(), log_probability: 0.0 }];
     let mut finished: Vec<Hypothesis> = Vec::new();

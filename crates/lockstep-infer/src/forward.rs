@@ -1,6 +1,6 @@
 //! The forward of a batch of tokens: programs by number of rows, and the memory in which they run.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 use lockstep_engine::UnitParameters;
 use lockstep_graph::{Batch as Inputs, Replay};
@@ -70,6 +70,8 @@ pub(crate) struct Part<'a> {
     pub(crate) pages: &'a [u32],
     /// True if the logits after the last token are wanted.
     pub(crate) wants_logits: bool,
+    /// True if the sequence may get longer than the model's short context.
+    pub(crate) is_long: bool,
 }
 
 impl<'m> Forward<'m> {
@@ -125,7 +127,7 @@ impl<'m> Forward<'m> {
         let programs = &recorded[&rows];
         let (units, head) = (model.stage(), programs.units() - 1);
         let pipeline = model.ranks().groups().pipeline_peers();
-        let replay = Unit { model, constants, memory, in_place };
+        let replay = Unit { model, constants, memory, in_place, long_rows: &long_rows(parts) };
         let output = |unit: usize| programs.program(unit).output(memory.frame(unit));
         // The output of the stage before is where it would be if this rank had computed it.
         let input = |unit: usize| unit.checked_sub(1).map(output);
@@ -182,6 +184,21 @@ impl<'m> Forward<'m> {
         self.memory.grow(self.model, sizes)?;
         Ok(())
     }
+}
+
+/// Returns the rows of long sequences; neighbours in one range.
+fn long_rows(parts: &[Part<'_>]) -> Vec<Range<usize>> {
+    let (mut found, mut end) = (Vec::<Range<usize>>::new(), 0);
+    for part in parts {
+        let rows = end..end + part.ids.len();
+        end = rows.end;
+        match found.last_mut() {
+            _ if !part.is_long => {}
+            Some(last) if last.end == rows.start => last.end = rows.end,
+            _ => found.push(rows),
+        }
+    }
+    found
 }
 
 /// Returns the number of new tokens.
@@ -342,6 +359,7 @@ struct Unit<'a> {
     constants: &'a [Tensor],
     memory: &'a Memory,
     in_place: &'a [Option<Matrix<'a>>],
+    long_rows: &'a [Range<usize>],
 }
 
 impl Unit<'_> {
@@ -354,12 +372,12 @@ impl Unit<'_> {
         input: Option<View<'_>>,
         cache: Option<PagedCache<'_>>,
     ) -> Result<(), InferError> {
-        let Self { model, constants, memory, in_place } = *self;
+        let Self { model, constants, memory, in_place, long_rows } = *self;
         let held = model.weights.begin(&*model.queue, unit)?;
         let weights = model.weights.weights(in_place, held.as_deref());
         let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
         let [ids, positions] = [&memory.ids, &memory.positions].map(|words| words.view().rows(0..rows));
-        let batch = Inputs { constants, ..Inputs::new(ids, positions) };
+        let batch = Inputs { constants, long_rows, ..Inputs::new(ids, positions) };
         let frame = memory.frame(unit);
         let replay = Replay::new(&*model.queue, &parameters, batch, frame, &memory.workspace);
         let replay = model.ranks().groups().attach(replay);
@@ -380,8 +398,10 @@ mod tests {
             cached,
             pages: &[],
             wants_logits: true,
+            is_long: cached > 5,
         };
         let parts = [part(0..1, 40), part(1..2, 7), part(2..202, 0), part(202..300, 5)];
+        assert_eq!(long_rows(&parts), std::slice::from_ref(&(0..2)));
         assert_eq!(micro_batches(&parts, 1).len(), 1);
         assert_eq!(micro_batches(&parts[..2], 2).len(), 1);
         let split = micro_batches(&parts, 2);

@@ -21,7 +21,7 @@ impl<'m> Generator<'m> {
             return Err(InferError::TooLong { tokens: capacity, allowed });
         }
         let mut batch = Batch::new(model, capacity)?;
-        let sequence = batch.open();
+        let sequence = batch.open(capacity);
         Ok(Self { batch, sequence, capacity, logits: vec![0.0; model.config.vocab_size()] })
     }
 

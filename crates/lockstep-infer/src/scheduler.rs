@@ -220,7 +220,8 @@ impl<'m> Scheduler<'m> {
             && let Some(progress) = self.waiting.pop_front_if(|next| room(self.reserved_tokens, next))
         {
             self.reserved_tokens += Batch::whole_pages(progress.capacity);
-            self.running.push(Running { progress, sequence: self.batch.open() });
+            let sequence = self.batch.open(progress.capacity);
+            self.running.push(Running { progress, sequence });
         }
     }
 
@@ -276,7 +277,7 @@ impl<'m> Scheduler<'m> {
         progress.unread = vec![token];
         if self.batch.tokens(*sequence) == progress.capacity {
             self.batch.close(*sequence);
-            *sequence = self.batch.open();
+            *sequence = self.batch.open(progress.capacity);
             progress.unread = progress.recent.iter().copied().collect();
         }
     }

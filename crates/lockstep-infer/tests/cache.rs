@@ -24,6 +24,9 @@ mod calibrated;
 #[path = "cache/latents.rs"]
 mod latents;
 
+#[path = "cache/long_rope.rs"]
+mod long_rope;
+
 #[path = "cache/placed.rs"]
 mod placed;
 
@@ -39,7 +42,7 @@ mod quantized_experts;
 #[path = "cache/streamed_experts.rs"]
 mod streamed_experts;
 
-const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
+const FAMILIES: [&str; 29] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;
 
 fn fixture(family: &str) -> PathBuf {
@@ -126,7 +129,8 @@ fn logits_of(model: &LoadedModel, ids: &[u32], chunk: usize) -> Vec<f32> {
 }
 
 /// Families with fused and transposed tensors, stacked experts, a latent cache, sinks and windows.
-const NARROWED: [&str; 7] = ["gpt2", "llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma2", "phi3"];
+const NARROWED: [&str; 8] =
+    ["gpt2", "llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma2", "phi3", "phi3_long"];
 
 #[test]
 fn narrow_weights_are_used_as_they_are_stored() {

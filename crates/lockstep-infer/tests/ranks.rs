@@ -30,7 +30,7 @@ use lockstep_tensor::PAGE_TOKENS;
 
 use crate::common::{config, random_model, with_experts};
 
-const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
+const FAMILIES: [&str; 29] = include!("../../../tests/fixtures/families.rs");
 /// Prompts of unlike lengths, whose tokens are in the vocabulary of every fixture.
 const PROMPTS: [&[u32]; 3] = [&[3, 17, 40, 5, 9, 61, 2], &[11], &[50, 4, 4, 23]];
 const NEW_TOKENS: usize = 6;
@@ -169,7 +169,7 @@ fn micro_batches_of_a_pipeline_change_no_bit() {
         let prompts: Vec<Vec<u32>> =
             (0..9_u32).map(|n| (0..20 + n).map(|at| (at * at + n) % 100).collect()).collect();
         let mut batch = Batch::new(model, 9 * PAGE_TOKENS).unwrap();
-        let sequences: Vec<_> = prompts.iter().map(|_| batch.open()).collect();
+        let sequences: Vec<_> = prompts.iter().map(|_| batch.open(16)).collect();
         let new = prompts.iter().zip(&sequences);
         let new: Vec<_> =
             new.map(|(ids, &sequence)| NewTokens { sequence, ids, wants_logits: true }).collect();

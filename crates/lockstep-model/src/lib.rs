@@ -26,8 +26,9 @@ mod work;
 
 pub use config::{
     Activation, BertConfig, BertHead, BloomConfig, Classes, EncoderSizes, ExpertsConfig, FalconConfig,
-    FalconResidual, Gpt2Config, GptNeoxConfig, LatentAttention, LlamaConfig, LlamaFamily, ModelConfig,
-    OptConfig, ResNetConfig, ResNetLayer, ResNetStem, Rope, RopeScaling, SpecialTokens, VitConfig, Yarn,
+    FalconResidual, Gpt2Config, GptNeoxConfig, LatentAttention, LlamaConfig, LlamaFamily, LongRope,
+    ModelConfig, OptConfig, ResNetConfig, ResNetLayer, ResNetStem, Rope, RopeScaling, SpecialTokens,
+    VitConfig, Yarn,
 };
 pub use error::{CheckpointProblem, ConfigProblem, ModelError};
 pub use hf_names::{HfImport, HfMapping};

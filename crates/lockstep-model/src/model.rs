@@ -207,6 +207,12 @@ pub trait Model: Any + Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Returns the longest sequence, in tokens, up to which the rows of a batch are not [long](lockstep_graph::Batch::long_rows); `None` if
+    /// that makes no difference.
+    fn short_context(&self) -> Option<usize> {
+        None
+    }
+
     /// Returns the prefix of the base model's tensors in a checkpoint; checkpoints of the base model alone omit it.
     fn checkpoint_prefix(&self) -> &'static str {
         ""

@@ -4,6 +4,8 @@
 //! kind that train the same parameters share one program. Records and programs come from the same recording, so every fact about a parameter
 //! is stated once.
 
+use std::ops::Range;
+
 use lockstep_graph::{
     BlockShape, Constant, HeadOutput, InputDeclaration, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
     Program, Recompute, RecomputeRules, Report, Statistics,
@@ -36,6 +38,8 @@ pub struct RecordedModel {
     classes: usize,
     /// Per unit, true if each rank of the tensor-parallel group keeps a slice of its output.
     sliced: Vec<bool>,
+    /// True if the sequences of the recorded shape are longer than the model's short context.
+    is_long: bool,
 }
 
 impl RecordedModel {
@@ -89,6 +93,7 @@ impl RecordedModel {
             vocabulary: config.vocab_size(),
             classes: description.sizes().classes,
             sliced: Vec::new(),
+            is_long: description.short_context().is_some_and(|short| options.shape.seq_len > short),
         };
         (0..model.units()).for_each(|unit| model.declare(unit));
         description.ties().iter().for_each(|tie| model.tie(tie));
@@ -115,6 +120,12 @@ impl RecordedModel {
             && is_for_replay
             && self.program(unit + 1).has_backward()
             && self.program(unit).forgets_output()
+    }
+
+    /// Returns the rows of a micro-batch of the recorded shape whose sequences are longer than the model's short context: all or none.
+    pub fn long_rows(&self) -> &'static [Range<usize>] {
+        const ALL: &Range<usize> = &(0..usize::MAX);
+        if self.is_long { std::slice::from_ref(ALL) } else { &[] }
     }
 
     /// Returns the number of units.

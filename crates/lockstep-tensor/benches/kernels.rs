@@ -12,8 +12,8 @@ use criterion::{
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{
     AdamW, Arena, CopyKernels, CpuLevel, CpuQueue, Dropout, ElementwiseKernels, EmbeddingKernels,
-    GatedActivation, Gelu, LayerNorm, LossKernels, NormKernels, OptimizerKernels, RmsNorm, RotaryKernels,
-    Rotation, Rounding, Sgd, Tensor, TokenPositions, Write,
+    GatedActivation, Gelu, LayerNorm, LossKernels, NormKernels, OptimizerKernels, RmsNorm, Rotary,
+    RotaryKernels, Rotation, Rounding, Sgd, Tensor, TokenPositions, Write,
 };
 
 const TOKENS: usize = 2048;
@@ -120,7 +120,9 @@ fn rows(group: &mut Group<'_>, s: &Setting) {
     let frequencies = s.matrix(DType::F32, 1, HEAD_DIM / 2);
     let forward = Rotation::Forward;
     let [x, y] = [x, y].map(|view| view.reshape([TOKENS, view.elements() / TOKENS / HEAD_DIM, HEAD_DIM]));
-    measure(group, "rope", 2 * bytes, || q.rope(x, positions.view(), frequencies.view(), forward, y));
+    measure(group, "rope", 2 * bytes, || {
+        q.rope(x, Rotary::new(positions.view(), frequencies.view()), forward, y)
+    });
 }
 
 fn vocabulary(group: &mut Group<'_>, s: &Setting) {

@@ -48,9 +48,9 @@ pub use kernels::{
     EmbeddingKernels, ExpertGroups, GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm,
     HeadKernels, HeadProduct, Kernels, LayerNorm, Lion, LossKernels, Matrix, Muon, NormKernels,
     OptimizerKernels, PAGE_TOKENS, PagedCache, Permutation, PermutationKernels, Pool2d, PoolKernels,
-    QuantizationKernels, RmsNorm, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
-    RouterOutputs, RouterScores, RouterWeights, RunningStatistics, Sgd, Summation, TokenPositions, TokenSpan,
-    Window2d, Write, alibi_slopes, document_ends,
+    QuantizationKernels, RmsNorm, Rotary, RotaryKernels, Rotation, Rounding, Router, RouterGradients,
+    RouterKernels, RouterOutputs, RouterScores, RouterWeights, RunningStatistics, Sgd, Summation,
+    TokenPositions, TokenSpan, Window2d, Write, alibi_slopes, document_ends,
 };
 pub use mapped::{MappedFile, MappedTensors};
 pub use named_tensor::{INPUT_IDS, LABELS, NamedTensor, TensorData, find_tensor, is_name_of};

@@ -8,7 +8,7 @@ use super::{
     keys::{Keys, TensorFacts},
     metadata::GgufMetadata,
     names::Architecture,
-    rope::{llama3_scaling, scaling},
+    rope::{llama3_scaling, long_scaling, scaling},
 };
 
 /// Key of the period of layers without a sliding window.
@@ -91,9 +91,10 @@ fn put_rope(
 ) -> Result<(), String> {
     let theta = keys.number("rope.freq_base").unwrap_or(10_000.0);
     put("rope_theta", json!(theta));
-    let rope_scaling = match &facts.rope_divisors {
-        Some(divisors) => llama3_scaling(divisors, theta)?,
-        None => scaling(keys.metadata, keys.architecture.name, family)?,
+    let rope_scaling = match (&facts.long_rope_factors, &facts.rope_divisors) {
+        (Some(factors), _) => long_scaling(keys, factors)?,
+        (None, Some(divisors)) => llama3_scaling(divisors, theta)?,
+        (None, None) => scaling(keys.metadata, keys.architecture.name, family)?,
     };
     put("rope_scaling", rope_scaling);
     let rotated = keys.optional_size("rope.dimension_count").unwrap_or(head_dim);

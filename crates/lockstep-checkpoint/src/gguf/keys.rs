@@ -15,6 +15,8 @@ pub(super) struct TensorFacts {
     pub(super) has_feed_forward_bias: bool,
     /// Divisors of RoPE's frequencies.
     pub(super) rope_divisors: Option<Vec<f32>>,
+    /// Divisors of RoPE's frequencies in short and in long sequences.
+    pub(super) long_rope_factors: Option<[Vec<f32>; 2]>,
     /// Name of the first stack of experts, and the number of its matrices.
     pub(super) experts: Option<(String, usize)>,
 }

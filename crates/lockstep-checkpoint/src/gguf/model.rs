@@ -18,6 +18,7 @@ use super::{
     header::{GgufHeader, GgufTensor, StoredElements, TensorType, parse_gguf},
     keys::TensorFacts,
     names::Architecture,
+    rope::LONG_ROPE_FACTORS,
     tokenizer::{self, EmbeddedTokenizer},
 };
 use crate::{
@@ -372,11 +373,6 @@ fn decode(stored: TensorType, bytes: &[u8], out: &mut [f32]) {
 fn facts(files: &[GgufFile]) -> Result<TensorFacts, String> {
     let find = |name: &str| files.iter().find_map(|file| Some((file, file.header.tensor(name)?)));
     let (_, embedding) = find("token_embd.weight").ok_or("tensor `token_embd.weight` is missing")?;
-    for long in ["rope_factors_long.weight", "rope_factors_short.weight"] {
-        if find(long).is_some() {
-            return Err(format!("it has `{long}`, RoPE's frequencies for long contexts, which are not read"));
-        }
-    }
     let tensors = || files.iter().flat_map(|file| file.header.tensors());
     if let Some(fused) = tensors().find(|tensor| tensor.name.ends_with(FUSED_EXPERTS)) {
         return Err(format!(
@@ -385,16 +381,21 @@ fn facts(files: &[GgufFile]) -> Result<TensorFacts, String> {
         ));
     }
     let stack = tensors().find(|tensor| tensor.name.contains("_exps.") && tensor.shape.len() == 3);
-    let rope_divisors = match find(ROPE_DIVISORS) {
-        None => None,
+    let divisors = |name: &str| match find(name) {
+        None => Ok(None),
         Some((file, tensor)) if tensor.stored == TensorType::Read(StoredElements::Dense(DType::F32)) => {
-            let mut divisors = vec![0.0; tensor.bytes / DType::F32.size_bytes()];
+            let mut divisors = vec![0.0_f32; tensor.bytes / DType::F32.size_bytes()];
             convert::widen(DType::F32, file.bytes(tensor), &mut divisors);
-            Some(divisors)
+            Ok(Some(divisors))
         }
-        Some((_, tensor)) => {
-            return Err(format!("tensor `{ROPE_DIVISORS}` is {}; f32 is read", tensor.stored));
-        }
+        Some((_, tensor)) => Err(format!("tensor `{name}` is {}; f32 is read", tensor.stored)),
+    };
+    let rope_divisors = divisors(ROPE_DIVISORS)?;
+    let [short, long] = LONG_ROPE_FACTORS.map(divisors);
+    let long_rope_factors = match (short?, long?) {
+        (None, None) => None,
+        (Some(short), Some(long)) => Some([short, long]),
+        _ => return Err(format!("of `{}` one is missing", LONG_ROPE_FACTORS.join("` and `"))),
     };
     Ok(TensorFacts {
         vocabulary: embedding.shape.first().copied().unwrap_or(0),
@@ -402,6 +403,7 @@ fn facts(files: &[GgufFile]) -> Result<TensorFacts, String> {
         has_query_bias: find("blk.0.attn_q.bias").is_some(),
         has_feed_forward_bias: find("blk.0.ffn_up.bias").is_some(),
         rope_divisors,
+        long_rope_factors,
         experts: stack.map(|stack| (stack.name.clone(), stack.shape[0])),
     })
 }
@@ -415,7 +417,7 @@ fn places(
     let mut places = BTreeMap::new();
     for (file, of) in files.iter().enumerate() {
         for (index, tensor) in of.header.tensors().iter().enumerate() {
-            if tensor.name == ROPE_DIVISORS {
+            if tensor.name == ROPE_DIVISORS || LONG_ROPE_FACTORS.contains(&tensor.name.as_str()) {
                 continue;
             }
             let name = architecture.hf_name(&tensor.name).unwrap_or_else(|| tensor.name.clone());

@@ -1,10 +1,12 @@
 //! RoPE settings of GGUF files: keys of the metadata, and the divisors of Llama 3's frequencies, which files store as a tensor.
 
-use lockstep_model::{LlamaFamily, Rope, RopeScaling};
+use lockstep_model::{LlamaFamily, LongRope, Rope, RopeScaling};
 use serde_json::{Value, json};
 
-use super::metadata::GgufMetadata;
+use super::{keys::Keys, metadata::GgufMetadata};
 
+/// Tensors of LongRoPE's divisors, of short and of long sequences.
+pub(crate) const LONG_ROPE_FACTORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
 /// Context lengths before extension that published models have.
 const CONTEXTS: [usize; 8] = [8192, 4096, 2048, 16_384, 32_768, 1024, 512, 32];
 /// Largest relative difference of a divisor that is computed in another order of roundings.
@@ -41,6 +43,29 @@ pub(super) fn scaling(
             key("type")
         )),
     }
+}
+
+/// Returns the settings of LongRoPE with the factors of short and of long sequences. Files store the factor on cosines and sines,
+/// configurations only one that does not follow from the contexts.
+pub(super) fn long_scaling(keys: &Keys<'_>, [short, long]: &[Vec<f32>; 2]) -> Result<Value, String> {
+    let original = keys.size("rope.scaling.original_context_length")?;
+    let mut scaling = json!({
+        "rope_type": "longrope", "short_factor": short, "long_factor": long,
+        "original_max_position_embeddings": original,
+    });
+    let long = LongRope {
+        short_factor: Vec::new(),
+        long_factor: Vec::new(),
+        factor: keys.size("context_length")? as f64 / original.max(1) as f64,
+        original_max_position_embeddings: usize::try_from(original).unwrap_or(usize::MAX),
+        attention_factor: None,
+    };
+    let derived = Rope { theta: 1.0, scaling: RopeScaling::LongRope(long) }.amplitude();
+    let given = keys.number("rope.scaling.attn_factor");
+    if let Some(factor) = given.filter(|factor| (factor - derived).abs() > 1e-6) {
+        scaling["attention_factor"] = json!(factor);
+    }
+    Ok(scaling)
 }
 
 /// Returns true if YaRN rounds the ends of its band outwards, which files do not store. Published models of gpt-oss do not; llama.cpp does

@@ -45,7 +45,7 @@ fn as_f16(mut parameters: HashMap<String, Vec<f32>>, config: &ModelConfig) -> Ha
     parameters
 }
 
-const READ: [&str; 5] = ["llama", "mistral", "qwen2", "qwen3", "phi3"];
+const READ: [&str; 6] = ["llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_long"];
 
 #[test]
 fn files_of_gguf_py_hold_the_model_that_they_were_made_of() {

@@ -143,7 +143,11 @@ impl Text<'_> {
         for first in (0..self.ids.len()).step_by(window) {
             let rows = first..first + window;
             let ids = Tensor::from_slice(arena, [window], &self.ids[rows.clone()], activations)?;
-            let batch = Batch { constants: &self.constants, ..Batch::new(ids.view(), positions.view()) };
+            let batch = Batch {
+                constants: &self.constants,
+                long_rows: recorded.long_rows(),
+                ..Batch::new(ids.view(), positions.view())
+            };
             let replay = Replay::new(&*model.queue, &parameters, batch, &frame, &workspace);
             let input = input.map(|input| input.view().rows(rows.clone()));
             observed.first_row.set(first);

@@ -93,7 +93,7 @@ fn blocks_that_no_kernel_reads_have_the_logits_of_their_decoded_weights() {
 
 #[test]
 fn a_file_of_gguf_py_has_the_logits_of_transformers() {
-    for family in ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe"] {
+    for family in ["llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_long", "mixtral", "qwen3_moe"] {
         let (ids, logits) = super::expected(family);
         let directory = ModelDirectory::open(&fixture(&format!("gguf/{family}.gguf"))).unwrap();
         let options = LoadOptions::new(1).with_dtype(DType::F32);

@@ -9,12 +9,14 @@ use super::rope::{PART_KEY, Rope, RopeScaling, RopeSource, Yarn};
 
 /// Key of form 4: theta of the layers with a sliding window.
 const LOCAL_THETA: &str = "rope_local_base_freq";
+/// Key at the top level: the context of the training before RoPE was changed.
+const ORIGINAL_CONTEXT: &str = "original_max_position_embeddings";
 /// Keys of form 5: tables of the layers without and with a sliding window.
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
 /// RoPE settings of a model.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct FamilyRopes {
     pub(super) rope: Rope,
     /// Fraction of each head's elements that rotate.
@@ -36,7 +38,10 @@ impl FamilyRopes {
         let tables = RopeSource::usual_tables(reader);
         let has_tables = tables.iter().any(|(.., table)| table.is_some());
         let theta = ("rope_theta", family.traits().rope_theta);
-        let source = RopeSource { theta, part, tables: tables.into() };
+        // Phi-3 has it at the top level as well, where it precedes that of the table.
+        let is_phi3 = family == LlamaFamily::Phi3;
+        let original = is_phi3.then(|| reader.optional_size(ORIGINAL_CONTEXT).given()).flatten();
+        let source = RopeSource { theta, part, original, tables: tables.into() };
         let (mut rope, rotary_fraction) = source.read(reader, positions);
         if family == LlamaFamily::GptOss && !has_tables {
             rope.scaling = RopeScaling::Yarn(Yarn {
@@ -56,11 +61,14 @@ impl FamilyRopes {
     /// Adds the keys of form 4, and the tables of form 5 as far as form 4 has no keys for them.
     pub(super) fn write_form_4(&self, family: LlamaFamily, table: &mut Map<String, Value>) {
         self.rope.write_form_4("rope_theta", table);
-        if let Some(local) = self.local {
+        if let Some(local) = &self.local {
             table.insert(LOCAL_THETA.into(), json!(local.theta));
         }
         if family == LlamaFamily::Phi3 {
             table.insert(PART_KEY.into(), json!(self.rotary_fraction));
+            if let Some(original) = self.rope.short_context() {
+                table.insert(ORIGINAL_CONTEXT.into(), json!(original));
+            }
         }
         if family == LlamaFamily::GptOss && self.rope.scaling == RopeScaling::Default {
             // Without a table transformers would scale.
@@ -72,7 +80,7 @@ impl FamilyRopes {
     pub(crate) fn write_form_5(&self, table: &mut Map<String, Value>) {
         self.rope.write_form_5(table);
         let Some(parameters) = table.get_mut("rope_parameters") else { return };
-        if let Some(local) = self.local {
+        if let Some(local) = &self.local {
             let mut of_local = Map::new();
             local.write_form_5(&mut of_local);
             *parameters = json!({ FULL: parameters.take(), SLIDING: of_local.remove("rope_parameters").unwrap_or_default() });
@@ -95,6 +103,7 @@ fn read_two(reader: &mut Reader<'_>, family: LlamaFamily, positions: usize) -> F
     let of_full = RopeSource {
         theta: ("rope_theta", family.traits().rope_theta),
         part: None,
+        original: None,
         tables: vec![
             ("rope_scaling", "rope_scaling.", scaling),
             ("rope_parameters", "rope_parameters.full_attention.", full),
@@ -103,6 +112,7 @@ fn read_two(reader: &mut Reader<'_>, family: LlamaFamily, positions: usize) -> F
     let of_sliding = RopeSource {
         theta: (LOCAL_THETA, 10_000.0),
         part: None,
+        original: None,
         tables: vec![("rope_parameters", "rope_parameters.sliding_attention.", sliding)],
     };
     let (rope, rotary_fraction) = of_full.read(reader, positions);

@@ -25,9 +25,6 @@ pub(super) const FIXED_FOR_ALL: &[Fixed] = &[
     fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)"),
 ];
 
-/// Keys of Phi-3 without influence.
-pub(super) const HARMLESS_FOR_PHI3: &[&str] = &["original_max_position_embeddings"];
-
 /// Keys of Gemma without influence: a second form of the period of layers without a window.
 pub(super) const HARMLESS_FOR_GEMMA: &[&str] = &["_sliding_window_pattern"];
 

@@ -227,7 +227,11 @@ impl LlamaConfig {
 
     /// Returns the RoPE settings in the form in which files have them.
     pub(crate) fn ropes(&self) -> FamilyRopes {
-        FamilyRopes { rope: self.rope, rotary_fraction: self.rotary_fraction, local: self.local_rope }
+        FamilyRopes {
+            rope: self.rope.clone(),
+            rotary_fraction: self.rotary_fraction,
+            local: self.local_rope.clone(),
+        }
     }
 
     /// Removes lists of layers and tables of RoPE that `overrides` make wrong.
@@ -322,6 +326,7 @@ impl LlamaConfig {
         }
         self.check_family(&mut checks);
         checks.problems.extend(self.rope.problems());
+        checks.problems.extend(self.rope.problems_of_pairs(self.rotary_dim() / 2));
         checks.problems.extend(self.local_rope.iter().flat_map(Rope::problems));
         checks.problems
     }
@@ -340,6 +345,8 @@ impl LlamaConfig {
         };
         let has_gate =
             std::mem::discriminant(&self.gate) == std::mem::discriminant(&family.traits().block.gate);
+        let is_plain = self.rope.scaling == RopeScaling::Default;
+        let is_long = matches!(self.rope.scaling, RopeScaling::LongRope(_));
         let rules = [
             (has_gate, "this activation"),
             (attention_bias_fits, "these attention biases"),
@@ -349,7 +356,8 @@ impl LlamaConfig {
             (soft_caps.is_some() || no_caps, "soft caps or a scale of queries"),
             (self.local_rope.is_some() == (family == LlamaFamily::Gemma3), "this setting of `local_rope`"),
             (self.rotary_fraction == 1.0 || family == LlamaFamily::Phi3, "heads that rotate in part"),
-            (family != LlamaFamily::Phi3 || self.rope.scaling == RopeScaling::Default, "scaled RoPE"),
+            (family != LlamaFamily::Phi3 || is_plain || is_long, "scaled RoPE other than LongRoPE"),
+            (!is_long || (self.latent.is_none() && self.local_rope.is_none()), "LongRoPE"),
             (self.experts.is_some() == family.has_experts(), "this setting of `experts`"),
             (self.latent.is_some() == (family == LlamaFamily::DeepseekV3), "this setting of `latent`"),
             (self.sliding_window.is_none() || windows != Windows::Never, "a sliding window"),
@@ -427,10 +435,7 @@ fn read_fixed(reader: &mut Reader<'_>, family: LlamaFamily) {
             reader.fixed(keys::FIXED_FOR_GEMMA);
             reader.harmless(keys::HARMLESS_FOR_GEMMA);
         }
-        LlamaFamily::Phi3 => {
-            reader.fixed(keys::FIXED_FOR_PHI3);
-            reader.harmless(keys::HARMLESS_FOR_PHI3);
-        }
+        LlamaFamily::Phi3 => reader.fixed(keys::FIXED_FOR_PHI3),
         LlamaFamily::GptOss => reader.harmless(keys::HARMLESS_FOR_GPT_OSS),
         _ => {}
     }

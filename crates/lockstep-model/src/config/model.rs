@@ -274,6 +274,12 @@ impl ModelConfig {
         self.0.tokens()
     }
 
+    /// Returns the longest sequence, in tokens, up to which the rows of a batch are not [long](lockstep_graph::Batch::long_rows); `None` if
+    /// that makes no difference.
+    pub fn short_context(&self) -> Option<usize> {
+        self.0.short_context()
+    }
+
     /// Returns true if training applies dropout.
     pub fn has_dropout(&self) -> bool {
         self.0.has_dropout()

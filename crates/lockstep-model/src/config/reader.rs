@@ -185,6 +185,22 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// Returns a list of numbers; a problem if the key is absent.
+    pub(super) fn required_numbers(&mut self, key: &'static str) -> Vec<f64> {
+        let convert =
+            |value: &Value| -> Option<Vec<f64>> { value.as_array()?.iter().map(Value::as_f64).collect() };
+        match self.entry(key, "a list of numbers", convert) {
+            Entry::Given(numbers) => numbers,
+            Entry::Null | Entry::Absent => {
+                if self.table.get(key).is_none_or(Value::is_null) {
+                    let key = self.full(key);
+                    self.problem(ConfigProblem::Missing { key, expected: "a list of numbers".into() });
+                }
+                Vec::new()
+            }
+        }
+    }
+
     /// Adds the problems that the reader of an inner table found.
     pub(super) fn absorb(&mut self, problems: Vec<ConfigProblem>) {
         self.problems.extend(problems);

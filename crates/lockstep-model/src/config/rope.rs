@@ -14,12 +14,15 @@ pub(super) const PART_KEY: &str = "partial_rotary_factor";
 /// Name of the constant that holds the inverse frequencies.
 pub(crate) const INVERSE_FREQUENCIES: &str = "inverse_frequencies";
 
+/// Name of the constant that holds the inverse frequencies of sequences beyond the original context, where they differ (LongRoPE).
+pub(crate) const LONG_INVERSE_FREQUENCIES: &str = "long_inverse_frequencies";
+
 /// Name of the constant that holds the inverse frequencies of layers with a sliding window, where they differ.
 pub(crate) const LOCAL_INVERSE_FREQUENCIES: &str = "local_inverse_frequencies";
 
 /// Settings of rotary position embedding: element pair `i` of a head rotates by the angle
 /// `position * inverse_frequencies(head_dim)[i]`.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Base of the geometric series of wavelengths.
     pub theta: f64,
@@ -28,7 +31,7 @@ pub struct Rope {
 }
 
 /// A change of RoPE's frequencies.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     /// No change (`rope_type` "default").
     Default,
@@ -51,6 +54,9 @@ pub enum RopeScaling {
     /// Frequencies of long wavelengths divided by a factor, those of short ones kept, those between interpolated, and
     /// attention sharpened (YaRN: Peng et al., 2023, sections 3.2 and 3.4).
     Yarn(Yarn),
+    /// Each frequency divided by a factor of its own, another one in sequences beyond the original context (LongRoPE: Ding et al.
+    /// 2024, section 3.3).
+    LongRope(LongRope),
 }
 
 impl RopeScaling {
@@ -60,7 +66,61 @@ impl RopeScaling {
             Self::Default | Self::Linear { .. } => None,
             Self::Llama3 { original_max_position_embeddings, .. } => Some(*original_max_position_embeddings),
             Self::Yarn(yarn) => Some(yarn.original_max_position_embeddings),
+            Self::LongRope(long) => Some(long.original_max_position_embeddings),
         }
+    }
+}
+
+/// Settings of LongRoPE.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LongRope {
+    /// Divisors of the frequencies in sequences up to the original context, one for each pair.
+    pub short_factor: Vec<f64>,
+    /// Divisors of the frequencies in longer sequences.
+    pub long_factor: Vec<f64>,
+    /// Ratio of the extended context to the original one.
+    pub factor: f64,
+    /// Context length in tokens of the training before the change.
+    pub original_max_position_embeddings: usize,
+    /// Factor on cosines and sines; `None` derives it from `factor`.
+    pub attention_factor: Option<f64>,
+}
+
+impl LongRope {
+    /// Returns the factor on cosines and sines.
+    fn amplitude(&self) -> f64 {
+        let grown = || {
+            let original = self.original_max_position_embeddings as f64;
+            libm::sqrt(1.0 + libm::log(self.factor) / libm::log(original))
+        };
+        self.attention_factor.unwrap_or_else(|| if self.factor <= 1.0 { 1.0 } else { grown() })
+    }
+
+    fn read(reader: &mut Reader<'_>, max_position_embeddings: usize, original: Option<usize>) -> Self {
+        let of_table = reader.size("original_max_position_embeddings", max_position_embeddings);
+        let original = original.unwrap_or(of_table);
+        let ratio = max_position_embeddings as f64 / original.max(1) as f64;
+        Self {
+            short_factor: reader.required_numbers("short_factor"),
+            long_factor: reader.required_numbers("long_factor"),
+            factor: reader.optional_number("factor").unwrap_or(ratio),
+            original_max_position_embeddings: original,
+            attention_factor: reader.optional_number("attention_factor"),
+        }
+    }
+
+    fn table(&self) -> Value {
+        let mut table = json!({
+            "rope_type": "longrope",
+            "short_factor": self.short_factor,
+            "long_factor": self.long_factor,
+            "factor": self.factor,
+            "original_max_position_embeddings": self.original_max_position_embeddings,
+        });
+        if let Some(factor) = self.attention_factor {
+            table["attention_factor"] = json!(factor);
+        }
+        table
     }
 }
 
@@ -97,23 +157,52 @@ impl Rope {
     /// Follows transformers' order of roundings to f32, with the power taken in f64 by `libm`. So the bits are the
     /// same on every CPU, and within one unit in the last place of transformers'.
     pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
-        (0..head_dim / 2)
-            .map(|pair| {
-                let exponent = (2 * pair) as f32 / head_dim as f32;
-                let inverse = libm::pow(self.theta, f64::from(exponent)) as f32;
-                match self.scaling {
-                    RopeScaling::Yarn(yarn) => yarn.apply(inverse, yarn.kept(pair, head_dim, self.theta)),
-                    scaling => scaling.apply(1.0 / inverse),
-                }
-            })
-            .collect()
+        self.map_wavelengths(head_dim, |pair, inverse| match &self.scaling {
+            RopeScaling::Yarn(yarn) => yarn.apply(inverse, yarn.kept(pair, head_dim, self.theta)),
+            RopeScaling::LongRope(long) => divided(inverse, &long.short_factor, pair),
+            scaling => scaling.apply(1.0 / inverse),
+        })
     }
 
-    /// Returns the factor on cosines and sines, which scales rotated queries and keys alike.
+    /// Returns the inverse frequencies of sequences beyond the original context, as [`Rope::inverse_frequencies`]; `None` if they are
+    /// the same.
+    pub fn long_inverse_frequencies(&self, head_dim: usize) -> Option<Vec<f32>> {
+        let RopeScaling::LongRope(long) = &self.scaling else { return None };
+        let divided = |pair, inverse| divided(inverse, &long.long_factor, pair);
+        Some(self.map_wavelengths(head_dim, divided))
+    }
+
+    /// Returns what `map` makes of each pair and the inverse of its frequency before any change.
+    fn map_wavelengths(&self, head_dim: usize, map: impl Fn(usize, f32) -> f32) -> Vec<f32> {
+        let inverse = |pair: usize| {
+            let exponent = (2 * pair) as f32 / head_dim as f32;
+            libm::pow(self.theta, f64::from(exponent)) as f32
+        };
+        (0..head_dim / 2).map(|pair| map(pair, inverse(pair))).collect()
+    }
+
+    /// Returns the factor on cosines and sines that goes into the scale of attention's scores: of YaRN.
     pub fn attention_factor(&self) -> f64 {
-        match self.scaling {
+        match &self.scaling {
             RopeScaling::Yarn(yarn) => yarn.attention_factor(),
             _ => 1.0,
+        }
+    }
+
+    /// Returns the factor on cosines and sines that is applied to rotated elements alone: of LongRoPE, whose models may rotate a part
+    /// of a head.
+    pub fn amplitude(&self) -> f64 {
+        match &self.scaling {
+            RopeScaling::LongRope(long) => long.amplitude(),
+            _ => 1.0,
+        }
+    }
+
+    /// Returns the longest sequence, in tokens, that has [`Rope::inverse_frequencies`]; `None` if all have.
+    pub fn short_context(&self) -> Option<usize> {
+        match &self.scaling {
+            RopeScaling::LongRope(long) => Some(long.original_max_position_embeddings),
+            _ => None,
         }
     }
 
@@ -142,14 +231,19 @@ impl Rope {
         part: Option<(&'static str, f64)>,
     ) -> (Self, f64) {
         let tables = RopeSource::usual_tables(reader).into();
-        let source = RopeSource { theta: (theta_key, 10_000.0), part, tables };
-        source.read(reader, max_position_embeddings)
+        let source = RopeSource { theta: (theta_key, 10_000.0), part, original: None, tables };
+        let (rope, part) = source.read(reader, max_position_embeddings);
+        if matches!(rope.scaling, RopeScaling::LongRope(_)) {
+            reader
+                .unsupported("rope_scaling", "\"default\", \"linear\", \"llama3\", \"yarn\" in this family");
+        }
+        (rope, part)
     }
 
     /// Writes form 4: theta under `theta_key`, and `rope_scaling`.
     pub(super) fn write_form_4(&self, theta_key: &str, out: &mut Map<String, Value>) {
         out.insert(theta_key.into(), json!(self.theta));
-        let scaling = match self.scaling {
+        let scaling = match &self.scaling {
             RopeScaling::Default => Value::Null,
             scaling => Value::Object(scaling.table()),
         };
@@ -161,6 +255,19 @@ impl Rope {
         let mut table = self.scaling.table();
         table.insert("rope_theta".into(), json!(self.theta));
         out.insert("rope_parameters".into(), Value::Object(table));
+    }
+
+    /// Returns the lists of LongRoPE that have not a factor for each of `pairs` pairs.
+    pub(super) fn problems_of_pairs(&self, pairs: usize) -> Vec<ConfigProblem> {
+        let RopeScaling::LongRope(long) = &self.scaling else { return Vec::new() };
+        let lists = [("short_factor", long.short_factor.len()), ("long_factor", long.long_factor.len())];
+        let odd = lists.into_iter().filter(|(_, factors)| *factors != pairs);
+        let problem = |(key, factors): (&str, usize)| ConfigProblem::OutOfRange {
+            key: key.into(),
+            value: format!("a list of {factors}"),
+            allowed: format!("a list of {pairs} numbers, one for each pair of elements that rotates"),
+        };
+        odd.map(problem).collect()
     }
 
     /// Returns the values that are out of range.
@@ -177,12 +284,27 @@ impl Rope {
         };
         let finite_from = |value: f64, least: f64| value.is_finite() && value >= least;
         check("rope_theta", self.theta, finite_from(self.theta, 1.0), "a finite number from 1");
-        match self.scaling {
+        match &self.scaling {
             RopeScaling::Default => {}
-            RopeScaling::Linear { factor } => {
+            &RopeScaling::Linear { factor } => {
                 check("factor", factor, finite_from(factor, 1.0), "a finite number from 1");
             }
-            RopeScaling::Llama3 {
+            RopeScaling::LongRope(long) => {
+                let original = long.original_max_position_embeddings as f64;
+                check("original_max_position_embeddings", original, original >= 2.0, "a whole number from 2");
+                check("factor", long.factor, finite_from(long.factor, 0.0), "a finite number from 0");
+                for (key, factors) in
+                    [("short_factor", &long.short_factor), ("long_factor", &long.long_factor)]
+                {
+                    let odd = factors.iter().find(|factor| !factor.is_finite() || **factor <= 0.0);
+                    check(key, odd.copied().unwrap_or(1.0), odd.is_none(), "finite numbers above 0");
+                }
+                if let Some(factor) = long.attention_factor {
+                    let is_positive = factor.is_finite() && factor > 0.0;
+                    check("attention_factor", factor, is_positive, "a finite number above 0");
+                }
+            }
+            &RopeScaling::Llama3 {
                 factor,
                 low_freq_factor,
                 high_freq_factor,
@@ -238,6 +360,8 @@ pub(super) struct RopeSource<'a> {
     pub(super) theta: (&'static str, f64),
     /// Key at the top level of the fraction of each head that rotates, and its default; without it, all elements rotate.
     pub(super) part: Option<(&'static str, f64)>,
+    /// Context before the change, from the top level, which precedes that of LongRoPE's tables.
+    pub(super) original: Option<usize>,
     /// Tables of settings, which must agree.
     pub(super) tables: Vec<RopeTable<'a>>,
 }
@@ -251,7 +375,7 @@ impl<'a> RopeSource<'a> {
 
     /// Reads the settings, and the fraction of each head that rotates.
     pub(super) fn read(self, reader: &mut Reader<'_>, max_position_embeddings: usize) -> (Rope, f64) {
-        let Self { theta: (theta_key, default_theta), part, tables } = self;
+        let Self { theta: (theta_key, default_theta), part, original, tables } = self;
         let mut thetas = Vec::new();
         if let Some(theta) = reader.optional_number(theta_key) {
             thetas.push((theta_key, theta));
@@ -273,7 +397,7 @@ impl<'a> RopeSource<'a> {
                 None => inner.fixed(super::keys::FIXED_FOR_ROPE),
                 Some(_) => parts.extend(inner.optional_number(PART_KEY).map(|fraction| (key, fraction))),
             }
-            match RopeScaling::read(&mut inner, max_position_embeddings) {
+            match RopeScaling::read(&mut inner, max_position_embeddings, original) {
                 Some(scaling) => {
                     scalings.push((key, scaling));
                     reader.absorb(inner.finish());
@@ -282,7 +406,7 @@ impl<'a> RopeSource<'a> {
                 None => reader.absorb(inner.problems()),
             }
         }
-        if let [(first, a), .., (last, b)] = scalings[..]
+        if let [(first, a), .., (last, b)] = &scalings[..]
             && a != b
         {
             reader.conflict(format!("`{first}` and `{last}` describe different RoPE scalings"));
@@ -297,10 +421,16 @@ impl<'a> RopeSource<'a> {
         }
         let rope = Rope {
             theta: thetas.first().map_or(default_theta, |&(_, theta)| theta),
-            scaling: scalings.first().map_or(RopeScaling::Default, |&(_, scaling)| scaling),
+            scaling: scalings.into_iter().next().map_or(RopeScaling::Default, |(_, scaling)| scaling),
         };
         (rope, parts.first().copied().or(part).map_or(1.0, |(_, fraction)| fraction))
     }
+}
+
+/// Returns the frequency of a pair, whose inverse is `inverse`, divided by its factor.
+fn divided(inverse: f32, factors: &[f64], pair: usize) -> f32 {
+    // A list of another length is refused.
+    1.0 / (factors.get(pair).copied().unwrap_or(1.0) as f32 * inverse)
 }
 
 /// Returns the growth of attention for a context that is `factor` times longer (Peng et al., 2023, equation 22).
@@ -388,9 +518,9 @@ impl Yarn {
 
 impl RopeScaling {
     /// Returns the scaled inverse frequency; every step rounds to f32, as in transformers.
-    fn apply(self, plain: f32) -> f32 {
-        match self {
-            Self::Default | Self::Yarn(_) => plain,
+    fn apply(&self, plain: f32) -> f32 {
+        match *self {
+            Self::Default | Self::Yarn(_) | Self::LongRope(_) => plain,
             Self::Linear { factor } => plain / factor as f32,
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 let original = original_max_position_embeddings as f64;
@@ -409,7 +539,11 @@ impl RopeScaling {
     }
 
     /// Reads the type and its settings; returns `None` for an unsupported type.
-    fn read(reader: &mut Reader<'_>, max_position_embeddings: usize) -> Option<Self> {
+    fn read(
+        reader: &mut Reader<'_>,
+        max_position_embeddings: usize,
+        original: Option<usize>,
+    ) -> Option<Self> {
         let (new, old) = (reader.text("rope_type"), reader.text("type"));
         if let (Some(new), Some(old)) = (new, old)
             && new != old
@@ -428,18 +562,23 @@ impl RopeScaling {
                     .size("original_max_position_embeddings", max_position_embeddings),
             }),
             "yarn" => Some(Self::Yarn(Yarn::read(reader, max_position_embeddings))),
+            // Older files of Phi-3 call it "su".
+            "longrope" | "su" => {
+                Some(Self::LongRope(LongRope::read(reader, max_position_embeddings, original)))
+            }
             _ => {
-                reader.unsupported(key, "\"default\", \"linear\", \"llama3\", \"yarn\"");
+                reader.unsupported(key, "\"default\", \"linear\", \"llama3\", \"yarn\", \"longrope\"");
                 None
             }
         }
     }
 
-    fn table(self) -> Map<String, Value> {
+    fn table(&self) -> Map<String, Value> {
         let value = match self {
             Self::Default => json!({ "rope_type": "default" }),
             Self::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
             Self::Yarn(yarn) => yarn.table(),
+            Self::LongRope(long) => long.table(),
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 json!({
                     "rope_type": "llama3",

@@ -5,7 +5,7 @@
 //! the latent and the rotary part are the only key and value of all heads, so a cache holds these alone (section 2.1.2): queries are
 //! multiplied by the projection of keys, and outputs by that of values.
 
-use lockstep_graph::{AttentionShape, Bias, Linear, Recorder, RotaryPairs, Split, Value};
+use lockstep_graph::{AttentionShape, Bias, Linear, Recorder, RotaryEmbedding, RotaryPairs, Split, Value};
 
 use crate::config::{INVERSE_FREQUENCIES, LatentAttention, LlamaConfig};
 use crate::hf_transform::HfTransform;
@@ -116,7 +116,8 @@ impl LlamaConfig {
 
     fn latent_rope(&self, g: &mut Recorder, x: Value, latent: &LatentAttention) -> Value {
         let frequencies = g.constant(INVERSE_FREQUENCIES);
-        let rotated = g.rope_in_pairs(x, latent.rotary_dim, frequencies, latent.pairs());
+        let embedding = RotaryEmbedding { pairs: latent.pairs(), ..RotaryEmbedding::new(frequencies) };
+        let rotated = g.rotary(x, latent.rotary_dim, embedding);
         let growth = self.rope.attention_factor() as f32;
         if growth == 1.0 { rotated } else { g.scale(rotated, growth) }
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use lockstep_graph::{
     AttentionOptions, AttentionShape, BatchInput, Constant, InputDeclaration, InputLimit, Linear, Recorder,
-    SequenceToken, Split, Value,
+    RotaryEmbedding, SequenceToken, Split, Value,
 };
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::LABELS;
@@ -16,8 +16,8 @@ use serde_json::{Map, Value as Json};
 
 use super::experts::ExpertNames;
 use crate::config::{
-    Classes, ExpertsConfig, INVERSE_FREQUENCIES, LOCAL_INVERSE_FREQUENCIES, LatentAttention, LlamaConfig,
-    LlamaFamily, NormPlacement, NormScale, QueryKeyNorm, Rope, SpecialTokens,
+    Classes, ExpertsConfig, INVERSE_FREQUENCIES, LOCAL_INVERSE_FREQUENCIES, LONG_INVERSE_FREQUENCIES,
+    LatentAttention, LlamaConfig, LlamaFamily, NormPlacement, NormScale, QueryKeyNorm, Rope, SpecialTokens,
 };
 use crate::error::ConfigProblem;
 use crate::hf_tensor::HfTensor;
@@ -74,7 +74,12 @@ impl LlamaConfig {
         };
         let is_local = self.local_rope.is_some() && !self.is_full(layer);
         let frequencies = g.constant(if is_local { LOCAL_INVERSE_FREQUENCIES } else { INVERSE_FREQUENCIES });
-        g.rope(x, self.head_dim, frequencies)
+        let embedding = RotaryEmbedding {
+            long_frequencies: self.rope.short_context().map(|_| g.constant(LONG_INVERSE_FREQUENCIES)),
+            amplitude: self.rope.amplitude() as f32,
+            ..RotaryEmbedding::new(frequencies)
+        };
+        g.rotary(x, self.head_dim, embedding)
     }
 
     fn attention(&self, g: &mut Recorder, x: Value, layer: usize) -> Value {
@@ -348,7 +353,13 @@ impl Model for LlamaConfig {
         let of_all = Constant::new(INVERSE_FREQUENCIES, frequencies(&self.rope));
         let local = self.local_rope.iter();
         let local = local.map(|rope| Constant::new(LOCAL_INVERSE_FREQUENCIES, frequencies(rope)));
-        [of_all].into_iter().chain(local).collect()
+        let long = self.rope.long_inverse_frequencies(self.rotary_dim());
+        let long = long.map(|frequencies| Constant::new(LONG_INVERSE_FREQUENCIES, frequencies));
+        [of_all].into_iter().chain(local).chain(long).collect()
+    }
+
+    fn short_context(&self) -> Option<usize> {
+        self.rope.short_context()
     }
 
     fn checkpoint_prefix(&self) -> &'static str {

@@ -88,7 +88,8 @@ fn the_fixtures_say_what_make_py_put_into_them() {
     assert_eq!((llama(&config).head_dim, llama(&config).num_key_value_heads), (12, 2));
     let config = fixture("llama_bias/config.json");
     let biases = [llama(&config).qkv_bias, llama(&config).output_bias, llama(&config).mlp_bias];
-    assert_eq!((biases, llama(&config).rope.scaling), ([true; 3], RopeScaling::Linear { factor: 2.5 }));
+    assert_eq!(biases, [true; 3]);
+    assert_eq!(llama(&config).rope.scaling, RopeScaling::Linear { factor: 2.5 });
     assert_eq!(llama(&fixture("mistral/config.json")).sliding_window, Some(7));
     let config = fixture("qwen2/config.json");
     assert_eq!((llama(&config).qkv_bias, llama(&config).output_bias), (true, false));
@@ -101,7 +102,7 @@ fn the_fixtures_say_what_make_py_put_into_them() {
     assert_eq!((llama(&config).sliding_window, llama(&config).full_every), (Some(7), Some(2)));
     assert_eq!(config.sliding_window(), None, "some layers see all positions");
     let config = fixture("gemma3/config.json");
-    let ropes = (llama(&config).rope, llama(&config).local_rope);
+    let ropes = (llama(&config).rope.clone(), llama(&config).local_rope.clone());
     let full = Rope { theta: 1000.0, scaling: RopeScaling::Linear { factor: 4.0 } };
     assert_eq!(ropes, (full, Some(Rope::new(100.0))));
     assert_eq!(llama(&fixture("phi3/config.json")).rotary_fraction, 0.5);
@@ -180,15 +181,57 @@ fn options_that_change_the_numbers_are_refused_by_name() {
 }
 
 #[test]
+fn the_long_rope_of_phi_is_read_in_all_forms_and_written_as_it_is_read() {
+    let [short, long] = [1.0, 2.0].map(|first| (0..18).map(|at| first + at as f64 / 8.0).collect::<Vec<_>>());
+    let with = |more: Value| {
+        let mut keys = table(json!({
+            "model_type": "phi3", "hidden_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "max_position_embeddings": 131_072,
+        }));
+        keys.extend(table(more));
+        read(Value::Object(keys))
+    };
+    let scaling = json!({"type": "longrope", "short_factor": short, "long_factor": long});
+    let of_old = |name: &str| {
+        let mut scaling = scaling.clone();
+        scaling["type"] = json!(name);
+        let part = json!({
+            "rope_scaling": scaling, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        });
+        with(part).unwrap()
+    };
+    let config = of_old("longrope");
+    assert_eq!(llama(&of_old("su")), llama(&config));
+    let rope = &llama(&config).rope;
+    assert_eq!(rope.short_context(), Some(4096));
+    assert!((rope.amplitude() - (1.0 + 32_f64.ln() / 4096_f64.ln()).sqrt()).abs() < 1e-12);
+    let [of_short, of_long] = [rope.inverse_frequencies(36), rope.long_inverse_frequencies(36).unwrap()];
+    assert_eq!((of_short[0], of_long[0], of_short.len()), (1.0, 0.5, 18));
+    let parameters = json!({
+        "rope_type": "longrope", "short_factor": short, "long_factor": long, "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096,
+    });
+    assert_eq!(llama(&with(json!({"rope_parameters": parameters})).unwrap()), llama(&config));
+    assert_eq!(llama(&read(config.to_json(lockstep_plan::DType::F32)).unwrap()), llama(&config));
+    let message = |more: Value| with(more).unwrap_err().to_string();
+    let of_all = message(json!({"rope_scaling": scaling}));
+    assert!(of_all.contains("a list of 18") && of_all.contains("24 numbers"), "{of_all}");
+    let missing = message(json!({"rope_scaling": {"type": "longrope", "short_factor": "all"}}));
+    assert!(missing.contains("long_factor") && missing.contains("a list of numbers"), "{missing}");
+    let negative = json!({"rope_type": "longrope", "short_factor": [0.0], "long_factor": [1.0]});
+    assert!(message(json!({"rope_scaling": negative})).contains("finite numbers above 0"));
+}
+
+#[test]
 fn rope_types_that_are_not_supported_are_refused_by_name() {
-    for rope_type in ["dynamic", "longrope", "mrope"] {
+    for rope_type in ["dynamic", "proportional", "mrope"] {
         for key in ["rope_scaling", "rope_parameters"] {
             let config =
                 json!({"model_type": "llama", key: {"rope_type": rope_type, "factor": 2.0, "beta_fast": 32}});
             let expected = ConfigProblem::Unsupported {
                 key: format!("{key}.rope_type"),
                 value: format!("\"{rope_type}\""),
-                supported: "\"default\", \"linear\", \"llama3\", \"yarn\"".into(),
+                supported: "\"default\", \"linear\", \"llama3\", \"yarn\", \"longrope\"".into(),
             };
             assert_eq!(problems(config), [expected]);
         }
@@ -226,13 +269,13 @@ fn every_spelling_of_partial_rotary_positions_means_the_same() {
         keys.extend(table(json!({"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4})));
         let config = read(Value::Object(keys)).unwrap();
         let config: &GptNeoxConfig = config.get().expect("a GPT-NeoX");
-        (config.rotary_dim(), config.rope.theta, config.rope.scaling)
+        (config.rotary_dim(), config.rope.theta, config.rope.scaling.clone())
     };
     assert_eq!(rotated(json!({})), (4, 10_000.0, RopeScaling::Default));
     let linear = RopeScaling::Linear { factor: 2.0 };
     let old =
         json!({"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": {"type": "linear", "factor": 2}});
-    assert_eq!(rotated(old), (8, 500.0, linear));
+    assert_eq!(rotated(old), (8, 500.0, linear.clone()));
     let rope =
         json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "partial_rotary_factor": 0.5});
     assert_eq!(rotated(json!({"rope_parameters": rope})), (8, 500.0, linear));
@@ -348,7 +391,7 @@ fn the_two_ropes_of_gemma_are_overridden_in_either_form() {
     let preset = ModelConfig::preset("gemma3-4b").unwrap();
     let change = |overrides: Value| {
         let changed = preset.with_overrides(&table(overrides), "[model]").unwrap();
-        (llama(&changed).rope, llama(&changed).local_rope.unwrap())
+        (llama(&changed).rope.clone(), llama(&changed).local_rope.clone().unwrap())
     };
     let linear = RopeScaling::Linear { factor: 8.0 };
     let (rope, local) = change(json!({"rope_theta": 5e5, "rope_local_base_freq": 500.0}));
@@ -450,7 +493,7 @@ fn an_override_carries_along_what_follows_from_it() {
     let gpt2 = change("gpt2-124m", json!({"hidden_size": 1536, "n_layer": 2}));
     assert_eq!((gpt2.hidden_size(), gpt2.intermediate_size(), gpt2.num_hidden_layers()), (1536, 6144, 2));
     let plain = change("llama3-8b", json!({"rope_scaling": null}));
-    assert_eq!((llama(&plain).rope.theta, llama(&plain).rope.scaling), (500_000.0, RopeScaling::Default));
+    assert_eq!(llama(&plain).rope, Rope::new(500_000.0));
     let opt = change("opt-125m", json!({"hidden_size": 96}));
     assert_eq!(opt.get::<OptConfig>().expect("an OPT").embedding_size, 96);
     let opt = change("opt-350m", json!({"hidden_size": 96}));
@@ -462,7 +505,7 @@ fn an_override_carries_along_what_follows_from_it() {
     assert_eq!(falcon.num_key_value_heads(), 1);
     let linear = change("llama3-8b", json!({"rope_parameters": {"rope_type": "linear", "factor": 2}}));
     let expected = (500_000.0, RopeScaling::Linear { factor: 2.0 });
-    assert_eq!((llama(&linear).rope.theta, llama(&linear).rope.scaling), expected);
+    assert_eq!((llama(&linear).rope.theta, llama(&linear).rope.scaling.clone()), expected);
 }
 
 #[test]
@@ -499,7 +542,8 @@ fn inverse_frequencies_are_those_of_transformers() {
         let config = read(json!({
             "model_type": "llama", "head_dim": head_dim, "rope_parameters": case["rope_parameters"],
         }));
-        let rope = llama(&config.unwrap()).rope;
+        let config = config.unwrap();
+        let rope = &llama(&config).rope;
         let (factor, expected) = (rope.attention_factor(), case["attention_factor"].as_f64().unwrap());
         assert!((factor - expected).abs() <= 1e-12, "{}: {factor} and {expected}", case["rope_parameters"]);
         let found = rope.inverse_frequencies(head_dim as usize);

@@ -10,4 +10,4 @@ mod memory;
 mod work;
 
 /// Directories of fixtures that transformers wrote, one for each family and variant.
-const FAMILIES: [&str; 28] = include!("../../../../tests/fixtures/families.rs");
+const FAMILIES: [&str; 29] = include!("../../../../tests/fixtures/families.rs");

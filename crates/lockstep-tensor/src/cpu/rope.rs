@@ -12,20 +12,14 @@ use super::{
     simd::{BLOCK, Block, Float, inlined, sin_cos, with_float},
     tasks::rows_per_task,
 };
-use crate::{RotaryKernels, Rotation, View};
+use crate::{Rotary, RotaryKernels, Rotation, View};
 
 /// Number of pairs that are rotated at a time.
 const LANES: usize = 16;
 
 impl RotaryKernels for CpuQueue {
-    fn rope(
-        &self,
-        x: View<'_>,
-        positions: View<'_>,
-        inverse_frequencies: View<'_>,
-        rotation: Rotation,
-        y: View<'_>,
-    ) {
+    fn rope(&self, x: View<'_>, rotary: Rotary<'_>, rotation: Rotation, y: View<'_>) {
+        let Rotary { positions, inverse_frequencies, amplitude } = rotary;
         let (half, tokens) = (inverse_frequencies.elements(), positions.elements());
         let [width, head_dim] = check("rope", x, positions, inverse_frequencies, y);
         if width == 0 {
@@ -45,7 +39,7 @@ impl RotaryKernels for CpuQueue {
                         let (position, frequencies) = unsafe {
                             (positions.read(token..token + 1)[0], frequencies.read(start..start + n))
                         };
-                        turn.set(position, frequencies, sign);
+                        turn.set(position, frequencies, [sign, amplitude]);
                         for head in (token * width..(token + 1) * width).step_by(head_dim) {
                             // SAFETY: this task alone accesses this token.
                             unsafe { turn.apply(&x, &y, head + start, half, n) };
@@ -58,14 +52,8 @@ impl RotaryKernels for CpuQueue {
         });
     }
 
-    fn rope_interleaved(
-        &self,
-        x: View<'_>,
-        positions: View<'_>,
-        inverse_frequencies: View<'_>,
-        rotation: Rotation,
-        y: View<'_>,
-    ) {
+    fn rope_interleaved(&self, x: View<'_>, rotary: Rotary<'_>, rotation: Rotation, y: View<'_>) {
+        let Rotary { positions, inverse_frequencies, amplitude } = rotary;
         let (pairs, tokens) = (inverse_frequencies.elements(), positions.elements());
         let [width, head_dim] = check("rope_interleaved", x, positions, inverse_frequencies, y);
         let sign = sign(rotation);
@@ -79,7 +67,7 @@ impl RotaryKernels for CpuQueue {
                     unsafe { (positions.read(token..token + 1)[0] as f32, frequencies.read(0..pairs)) };
                 for (pair, frequency) in frequencies.iter().enumerate() {
                     let (sin, cos) = sin_cos(position * frequency);
-                    let sin = sign * sin;
+                    let (sin, cos) = (sign * sin * amplitude, cos * amplitude);
                     for head in (token * width..(token + 1) * width).step_by(head_dim) {
                         let at = head + 2 * pair..head + 2 * pair + 2;
                         // SAFETY: only this task accesses this token, and no slice of it is live at the write.
@@ -155,12 +143,12 @@ struct Turn {
 impl Turn {
     /// Sets the angles. They are rounded to f32 before the sine is taken, as in the training of existing models.
     #[inline(always)]
-    fn set(&mut self, position: u32, frequencies: &[f32], sign: f32) {
+    fn set(&mut self, position: u32, frequencies: &[f32], [sign, amplitude]: [f32; 2]) {
         let position = position as f32;
         for ((sin, cos), frequency) in self.sin.0.iter_mut().zip(&mut self.cos.0).zip(frequencies) {
             let (s, c) = sin_cos(position * frequency);
-            *sin = sign * s;
-            *cos = c;
+            *sin = sign * s * amplitude;
+            *cos = c * amplitude;
         }
     }
 

@@ -7,7 +7,7 @@ use lockstep_plan::{DType, QuantizedType};
 use crate::{
     Activation, AdamW, Attention, AttentionVariant, AttentionWrite, BatchNorm, BlockGemm, BlockMatrix,
     Conv2d, DeviceMemory, Dropout, GatedActivation, Gelu, Gemm, GroupedGemm, HeadProduct, LayerNorm, Lion,
-    Matrix, MemoryLocation, Muon, PagedCache, Permutation, Pool2d, RmsNorm, Rotation, Router,
+    Matrix, MemoryLocation, Muon, PagedCache, Permutation, Pool2d, RmsNorm, Rotary, Rotation, Router,
     RouterGradients, RouterOutputs, RunningStatistics, Sgd, Shape, TokenPositions, View, Write,
 };
 
@@ -190,6 +190,7 @@ with_views! {
     PagedCache { keys, values, row_starts, cached, pages }
     Permutation { slots, rows }
     RmsNorm { x, weight, rstd }
+    Rotary { positions, inverse_frequencies }
     RunningStatistics { mean, variance }
     RouterOutputs { scores, log_sum_exp, experts, weights }
     Router { selection_bias }

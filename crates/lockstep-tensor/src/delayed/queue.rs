@@ -15,9 +15,9 @@ use crate::{
     CopyKernels, CpuLevel, CpuQueue, Device, DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels,
     Event, F32Products, GatedActivation, Gelu, Gemm, GemmKernels, GroupedGemm, HeadKernels, HeadProduct,
     Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, PagedCache, Pending,
-    Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm, RotaryKernels,
-    Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd, Summation,
-    TensorError, TokenPositions, View, Workers, Write,
+    Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm, Rotary,
+    RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd,
+    Summation, TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -202,8 +202,8 @@ families! {
         );
     }
     RotaryKernels {
-        rope(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
-        rope_interleaved(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
+        rope(x: View<'_>, rotary: Rotary<'_>, rotation: Rotation, y: View<'_>);
+        rope_interleaved(x: View<'_>, rotary: Rotary<'_>, rotation: Rotation, y: View<'_>);
     }
     HeadKernels {
         join_heads(own: View<'_>, tail: View<'_>, y: View<'_>);

@@ -11,31 +11,34 @@ pub enum Rotation {
     Backward,
 }
 
+/// The angles and the amplitude of a rotary embedding.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotary<'a> {
+    /// Position of each token, u32 `[T]`.
+    pub positions: View<'a>,
+    /// Radians per position of each pair, f32 `[n]`.
+    pub inverse_frequencies: View<'a>,
+    /// Factor on the rotated elements.
+    pub amplitude: f32,
+}
+
+impl<'a> Rotary<'a> {
+    /// Creates an embedding that keeps the lengths of pairs.
+    pub fn new(positions: View<'a>, inverse_frequencies: View<'a>) -> Self {
+        Self { positions, inverse_frequencies, amplitude: 1.0 }
+    }
+}
+
 /// Rotary position embedding. Part of [`Kernels`](crate::Kernels).
 pub trait RotaryKernels {
     /// Applies rotary position embedding in the half-split form: for `i < n`, the pair `(x[i], x[i + n])` of each head is
-    /// rotated by `positions[t] · inverse_frequencies[i]`. Elements from `2n` on are copied.
+    /// rotated by `positions[t] · inverse_frequencies[i]` and multiplied by the amplitude. Elements from `2n` on are copied.
     ///
-    /// `x`, `y`: `[T, heads, head_dim]`; positions u32 `[T]`; inverse frequencies f32 `[n]` with `2n <= head_dim`. May
-    /// be in place.
-    fn rope(
-        &self,
-        x: View<'_>,
-        positions: View<'_>,
-        inverse_frequencies: View<'_>,
-        rotation: Rotation,
-        y: View<'_>,
-    );
+    /// `x`, `y`: `[T, heads, head_dim]`, `2n <= head_dim`. May be in place.
+    fn rope(&self, x: View<'_>, rotary: Rotary<'_>, rotation: Rotation, y: View<'_>);
 
     /// Applies rotary position embedding as [`RotaryKernels::rope`] does, to interleaved pairs: `(x[2i], x[2i + 1])`.
-    fn rope_interleaved(
-        &self,
-        x: View<'_>,
-        positions: View<'_>,
-        inverse_frequencies: View<'_>,
-        rotation: Rotation,
-        y: View<'_>,
-    );
+    fn rope_interleaved(&self, x: View<'_>, rotary: Rotary<'_>, rotation: Rotation, y: View<'_>);
 }
 
 /// Products of heads, each with a matrix of its own: `y_h = x_h · W_hᵀ` or `y_h = x_h · W_h`, summed in f32 along the depth and

@@ -39,7 +39,7 @@ pub use experts::{
     RouterScores, RouterWeights,
 };
 pub use gemm::{Gemm, GemmKernels, GemmLayout, GroupedGemm, Summation, Write};
-pub use heads::{HeadKernels, HeadProduct, RotaryKernels, Rotation};
+pub use heads::{HeadKernels, HeadProduct, Rotary, RotaryKernels, Rotation};
 pub use loss::LossKernels;
 pub use norm::{LayerNorm, NormKernels, RmsNorm};
 pub use optimizer::{AdamW, Lion, Muon, OptimizerKernels, Rounding, Sgd};

@@ -9,7 +9,7 @@ use lockstep_tensor::{
     BatchNormKernels, Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue, Dropout,
     ElementwiseKernels, EmbeddingKernels, GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm,
     LayerNorm, LossKernels, NormKernels, OptimizerKernels, Permutation, PermutationKernels, Pool2d,
-    PoolKernels, RmsNorm, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
+    PoolKernels, RmsNorm, Rotary, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
     RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions, TokenSpan, View, Window2d,
     Write,
 };
@@ -93,7 +93,7 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         q.layer_norm(norm, Some(weight), 1e-5, y);
         q.layer_norm_backward_input(norm, dy, y, Write::Accumulate);
         q.layer_norm_backward_weight(norm, dy, sums, None);
-        q.rope(x, ids.view(), rstd, Rotation::Forward, y);
+        q.rope(x, Rotary::new(ids.view(), rstd), Rotation::Forward, y);
         for kind in GatedActivation::ALL {
             q.gated(kind, x, dy, y);
         }
@@ -361,7 +361,7 @@ fn a_nan_stays_in_its_element_of_elementwise_kernels() {
         let x: Vec<f64> = values(bad).chunks(WIDTH).flat_map(|row| row[1..].to_vec()).collect();
         let rotated = floats(dtype, [ROWS, even / 2, 2], &x);
         let rotated = rotated.view();
-        q.rope(rotated, positions.view(), frequencies.view(), Rotation::Forward, rotated);
+        q.rope(rotated, Rotary::new(positions.view(), frequencies.view()), Rotation::Forward, rotated);
         assert_nan("rope", rotated, |i| i / even == ROW && i % even / 2 == (COLUMN - 1) / 2);
     }
 }
@@ -494,7 +494,7 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("layer_norm dbias", || q.layer_norm_backward_weight(norm, b, row(e, 0), Some(row(e, 0))));
     let (positions, frequencies) = (ids.view(), row_of_b.rows(0..2));
     assert_refused("rope", || {
-        q.rope(a.rows(0..3), positions.rows(0..3), frequencies, Rotation::Forward, a.rows(1..4));
+        q.rope(a.rows(0..3), Rotary::new(positions.rows(0..3), frequencies), Rotation::Forward, a.rows(1..4));
     });
     let geometry = attention(1, 4, 4);
     assert_refused("attention", || q.attention(&geometry, a, b, c, a, row(d, 0), write));

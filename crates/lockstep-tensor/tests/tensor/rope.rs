@@ -1,7 +1,7 @@
 //! Rotary embeddings against the reference.
 
 use lockstep_plan::DType;
-use lockstep_tensor::{Arena, CpuQueue, RotaryKernels, Rotation};
+use lockstep_tensor::{Arena, CpuQueue, Rotary, RotaryKernels, Rotation};
 use proptest::prelude::*;
 
 use crate::reference;
@@ -29,7 +29,7 @@ proptest! {
                 let (x, y) = (floats(dtype, shape, &x), floats(dtype, shape, &vec![0.0; tokens * width]));
                 let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
                 let rotate = |x: &lockstep_tensor::Tensor, rotation, y: &lockstep_tensor::Tensor| {
-                    queue.rope(x.view(), positions.view(), frequencies.view(), rotation, y.view());
+                    queue.rope(x.view(), Rotary::new(positions.view(), frequencies.view()), rotation, y.view());
                 };
                 rotate(&x, Rotation::Backward, &y);
                 let backward = values(y.view());
@@ -63,7 +63,7 @@ proptest! {
             let run = |queue: &CpuQueue| {
                 let x = floats(DType::F32, [tokens, heads, 2 * half], &x);
                 let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
-                queue.rope_interleaved(x.view(), positions.view(), frequencies.view(), rotation, x.view());
+                queue.rope_interleaved(x.view(), Rotary::new(positions.view(), frequencies.view()), rotation, x.view());
                 vec![values(x.view())]
             };
             on_every_queue(run, |results| {
@@ -90,11 +90,21 @@ fn elements_without_a_frequency_stay_as_they_are() {
             let (x, y) = (floats(dtype, shape, &x), floats(dtype, shape, &vec![9.0; x.len()]));
             let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
             let (positions, frequencies) = (positions.view(), frequencies.view());
-            queue.rope(x.view(), positions, frequencies, Rotation::Forward, y.view());
-            queue.rope(x.view(), positions, frequencies, Rotation::Forward, x.view());
+            queue.rope(x.view(), Rotary::new(positions, frequencies), Rotation::Forward, y.view());
+            queue.rope(x.view(), Rotary::new(positions, frequencies), Rotation::Forward, x.view());
             let z = floats(dtype, shape, &values(y.view()));
-            queue.rope_interleaved(z.view(), positions, frequencies, Rotation::Forward, z.view());
-            queue.rope_interleaved(z.view(), positions, frequencies, Rotation::Backward, z.view());
+            queue.rope_interleaved(
+                z.view(),
+                Rotary::new(positions, frequencies),
+                Rotation::Forward,
+                z.view(),
+            );
+            queue.rope_interleaved(
+                z.view(),
+                Rotary::new(positions, frequencies),
+                Rotation::Backward,
+                z.view(),
+            );
             vec![values(y.view()), values(x.view()), values(z.view())]
         };
         on_every_queue(run, |results| {
@@ -106,10 +116,34 @@ fn elements_without_a_frequency_stay_as_they_are() {
 }
 
 #[test]
+fn rotated_elements_are_multiplied_by_the_amplitude_and_the_others_are_not() {
+    let (positions, frequencies, shape) = ([3_u32, 70], [1.0_f32, 0.3], [2, 1, 5]);
+    let x = random_of(DType::F32, 1, 10);
+    let run = |queue: &CpuQueue| {
+        let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
+        let plain = Rotary::new(positions.view(), frequencies.view());
+        let mut results = Vec::new();
+        for rotary in [plain, Rotary { amplitude: 1.25, ..plain }] {
+            let [halves, pairs] = [0, 1].map(|_| floats(DType::F32, shape, &x));
+            queue.rope(halves.view(), rotary, Rotation::Forward, halves.view());
+            queue.rope_interleaved(pairs.view(), rotary, Rotation::Backward, pairs.view());
+            results.extend([values(halves.view()), values(pairs.view())]);
+        }
+        results
+    };
+    on_every_queue(run, |results| {
+        for (plain, larger) in [(&results[0], &results[2]), (&results[1], &results[3])] {
+            let grown = plain.iter().enumerate().map(|(i, x)| if i % 5 < 4 { 1.25 * x } else { *x });
+            assert_close("grown", larger, &grown.collect::<Vec<_>>(), 1e-6, 1e-6);
+        }
+    });
+}
+
+#[test]
 #[should_panic(expected = "rope: f32 [2, 4, 3] is not [2 tokens, heads, at least 4 elements]")]
 fn heads_narrower_than_the_rotation_are_refused() {
     let queue = CpuQueue::new(1, &Arena::new()).unwrap();
     let x = floats(DType::F32, [2, 4, 3], &[0.0; 24]);
     let (positions, frequencies) = (tensor(&[0_u32, 1]), tensor(&[1.0_f32, 0.1]));
-    queue.rope(x.view(), positions.view(), frequencies.view(), Rotation::Forward, x.view());
+    queue.rope(x.view(), Rotary::new(positions.view(), frequencies.view()), Rotation::Forward, x.view());
 }

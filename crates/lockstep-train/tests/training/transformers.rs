@@ -13,7 +13,7 @@ use lockstep_tensor::{Arena, CpuQueue};
 
 use crate::reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
 
-const FAMILIES: [&str; 28] = include!("../../../../tests/fixtures/families.rs");
+const FAMILIES: [&str; 29] = include!("../../../../tests/fixtures/families.rs");
 
 fn engine(family: &str, recompute: Recompute) -> Engine {
     let directory = ModelDirectory::open(&fixture(family)).unwrap();

@@ -172,7 +172,7 @@ fn a_model_that_is_not_supported_is_refused_with_code_2_and_names_the_option() {
         ("model_type", json!("mamba"), &["mamba", "\"llama\""]),
         ("model_type", json!(7), &["model_type", "7", "\"llama\""]),
         ("hidden_act", json!("relu"), &["hidden_act", "relu", "silu"]),
-        ("rope_scaling", json!({"rope_type": "longrope"}), &["longrope"]),
+        ("rope_scaling", json!({"rope_type": "longrope"}), &["short_factor", "a list of numbers"]),
         ("hidden_size", json!("wide"), &["hidden_size", "wide", "a whole number"]),
         ("hidden_size", json!(-32), &["hidden_size", "-32"]),
         ("vocab_size", json!(1_u64 << 60), &["vocab_size", "1 to"]),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::{env, fs};
 
-use crate::step::run;
+use crate::step::{BACKGROUND_LIMIT, run_within};
 
 /// The target of the tests.
 pub(crate) const TARGET: &str = "aarch64-unknown-linux-gnu";
@@ -101,7 +101,8 @@ fn test(compiler: &Compiler) -> Result<(), String> {
     }
     let environment = environment.iter().map(|(name, value)| (*name, value.as_str())).chain(PROFILE);
     let environment: Vec<(&str, &str)> = environment.collect();
-    run(
+    run_within(
+        BACKGROUND_LIMIT,
         &format!("cargo test --package lockstep-tensor --lib --test tensor --target {TARGET} -- {TESTS}"),
         &environment,
     )

@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 /// Time limit on a step of CI; only a hang exceeds it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(25 * 60);
 
+/// Time limit on a step that runs at the lowest priority beside others, which may leave it little of the processors.
+pub(crate) const BACKGROUND_LIMIT: Duration = Duration::from_secs(50 * 60);
+
 /// Runs a command line whose words contain no spaces.
 pub(crate) fn run(command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
     run_within(LIMIT, command, environment)
@@ -65,15 +68,15 @@ impl Background {
     /// Waits for the end of the command, and prints its output.
     ///
     /// # Errors
-    /// If the command fails, or takes longer than [`LIMIT`].
+    /// If the command fails, or takes longer than [`BACKGROUND_LIMIT`].
     pub(crate) fn finish(mut self) -> Result<(), String> {
         println!("== {} (from the background)", self.command);
         let failed = |error: io::Error| format!("cannot wait for a command in the background: {error}");
-        let status = wait(&mut self.child, self.begin, LIMIT).map_err(failed)?;
+        let status = wait(&mut self.child, self.begin, BACKGROUND_LIMIT).map_err(failed)?;
         let mut output = Vec::new();
         self.output.rewind().and_then(|()| self.output.read_to_end(&mut output)).map_err(failed)?;
         print!("{}", String::from_utf8_lossy(&output));
-        judge(&self.command, self.begin, status.ok_or_else(|| too_long(&self.command, LIMIT))?)
+        judge(&self.command, self.begin, status.ok_or_else(|| too_long(&self.command, BACKGROUND_LIMIT))?)
     }
 }
 

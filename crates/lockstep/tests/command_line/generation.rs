@@ -135,6 +135,7 @@ fn several_ranks_generate_and_measure_what_one_does() {
     for told in [
         &["--prompts", "prompts.txt", "-n", "3", "--max-new-tokens", "5"][..],
         &["--prompts", "prompts.txt", "-n", "2", "--num-beams", "3", "--max-new-tokens", "5"],
+        &["--prompts", "prompts.txt", "-n", "2", "--max-new-tokens", "5", "--logprobs", "3", "--json"],
     ] {
         let of_one = generate(&workshop, told).succeeds();
         let of_two = generate(&workshop, &[told, &replicas].concat()).succeeds();

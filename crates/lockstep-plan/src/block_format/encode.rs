@@ -3,6 +3,7 @@
 use super::{
     decode::{BlockCodec, PART, Q6KCodec, Q8_0Codec, RUN, RUNS},
     half::{narrow, widen},
+    rounding::nearest,
 };
 
 /// Returns the reciprocal, or zero for zero.
@@ -37,7 +38,7 @@ impl Q8_0Codec {
 pub(super) fn q8_0(values: &[f32], block: &mut [u8]) {
     let scale = extreme(values).abs() / 127.0;
     let inverse = reciprocal(scale);
-    let code = |index: usize| (values[index] * inverse).round() as i8;
+    let code = |index: usize| nearest(values[index] * inverse, -128.0, 127.0) as i8;
     Q8_0Codec::pack(narrow(scale).to_le_bytes(), &std::array::from_fn(code), block);
 }
 
@@ -77,7 +78,7 @@ fn fit_with_minimum(values: &[f32], largest: f32) -> (f32, f32) {
     let (mut best, mut least) = ((0.0, 0.0), f64::INFINITY);
     for guess in GUESSES {
         let inverse = reciprocal((maximum - minimum) / largest * guess);
-        let code = |x: f32| f64::from(((x - minimum) * inverse).round().clamp(0.0, largest));
+        let code = |x: f32| f64::from(nearest((x - minimum) * inverse, 0.0, largest));
         // Least squares of `scale · code + minimum`, with these codes.
         let count = values.len() as f64;
         let mut sums = [0.0; 4];
@@ -124,12 +125,12 @@ pub(super) fn with_minima(values: &[f32], block: &mut [u8], largest: u8) {
     let five_bits = largest > 15;
     let low_bits = if five_bits { 48 } else { 16 };
     for (part, (run, (scale, minimum))) in values.chunks_exact(PART).zip(fits).enumerate() {
-        let of_factor = |x: f32, factor: f32| (x * reciprocal(factor)).round().clamp(0.0, SIX_BITS);
+        let of_factor = |x: f32, factor: f32| nearest(x * reciprocal(factor), 0.0, SIX_BITS);
         let (scale, minimum) = (of_factor(scale, factor), of_factor(-minimum, factor_of_minima));
         put_six_bits(&mut block[4..16], part, scale as u8, minimum as u8);
         let (inverse, minimum) = (reciprocal(factor * scale), factor_of_minima * minimum);
         for (index, x) in run.iter().enumerate() {
-            let code = ((x + minimum) * inverse).round().clamp(0.0, f32::from(largest)) as u8;
+            let code = nearest((x + minimum) * inverse, 0.0, f32::from(largest)) as u8;
             block[low_bits + part / 2 * PART + index] |= (code & 15) << (part % 2 * 4);
             if five_bits {
                 block[16 + index] |= code >> 4 << part;
@@ -159,7 +160,7 @@ fn fit_signed(values: &[f32]) -> f32 {
     let (mut best, mut least) = (first, f64::INFINITY);
     for guess in GUESSES {
         let inverse = reciprocal(first * guess);
-        let code = |x: f32| f64::from((x * inverse).round().clamp(-32.0, 31.0));
+        let code = |x: f32| f64::from(nearest(x * inverse, -32.0, 31.0));
         let squares: f64 = values.iter().map(|&x| code(x).powi(2)).sum();
         let products: f64 = values.iter().map(|&x| code(x) * f64::from(x)).sum();
         let scale = if squares > 0.0 { products / squares } else { 0.0 };
@@ -199,11 +200,11 @@ pub(super) fn q6_k(values: &[f32], block: &mut [u8]) {
     let (mut scales, mut codes) = ([0; RUNS], [0; Q6KCodec::ELEMENTS]);
     let runs = values.chunks_exact(RUN).zip(codes.chunks_exact_mut(RUN));
     for ((values, codes), (fit, of_run)) in runs.zip(fits.into_iter().zip(&mut scales)) {
-        let scale = (fit * reciprocal(widen(factor))).round().clamp(-128.0, 127.0);
+        let scale = nearest(fit * reciprocal(widen(factor)), -128.0, 127.0);
         *of_run = scale as i8;
         let inverse = reciprocal(widen(factor) * scale);
         for (code, x) in codes.iter_mut().zip(values) {
-            *code = (x * inverse).round().clamp(-32.0, 31.0) as i8;
+            *code = nearest(x * inverse, -32.0, 31.0) as i8;
         }
     }
     Q6KCodec::pack(factor.to_le_bytes(), &scales, &codes, block);

@@ -10,7 +10,10 @@
 //!
 //! In a part of 32 elements, the low halves of its 16 bytes are the first 16 codes.
 
-use super::decode::{BlockCodec, BlockSource, BlockWords, PART, Words, halves_of_words};
+use super::{
+    decode::{BlockCodec, BlockSource, BlockWords, PART, Words, halves_of_words},
+    rounding::nearest,
+};
 
 /// Bytes of a scale.
 const SCALE_BYTES: usize = 4;
@@ -254,14 +257,13 @@ const RANGES: [f32; 8] = [1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72];
 pub fn int4_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [u8]) -> (f32, u8) {
     let (least, most) =
         values.iter().fold((0.0_f32, 0.0_f32), |(least, most), &x| (least.min(x), most.max(x)));
-    let code = |x: f32, inverse: f32, zero: f32| (x * inverse + zero).round().clamp(0.0, LARGEST_INT4);
+    let code = |x: f32, inverse: f32, zero: f32| nearest(x * inverse + zero, 0.0, LARGEST_INT4);
     let (mut best, mut least_error) = ((0.0, 0.0), f64::INFINITY);
     for range in RANGES {
         let scale = round((most - least) * range / LARGEST_INT4);
         let inverse = reciprocal(scale);
-        let zero = (-least * range * inverse).round().clamp(0.0, LARGEST_INT4);
-        let error = |&x: &f32| f64::from((code(x, inverse, zero) - zero) * scale - x).powi(2);
-        let error: f64 = values.iter().map(error).sum();
+        let zero = nearest(-least * range * inverse, 0.0, LARGEST_INT4);
+        let error = squares(values, |x| (code(x, inverse, zero) - zero) * scale - x);
         if error < least_error {
             (best, least_error) = ((scale, zero), error);
         }
@@ -274,12 +276,25 @@ pub fn int4_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [u8]) 
     (scale, zero as u8)
 }
 
+/// Returns the sum of the squares of the errors of elements, in lanes that are added at the end.
+fn squares(values: &[f32], error: impl Fn(f32) -> f32) -> f64 {
+    const LANES: usize = 8;
+    let mut sums = [0.0_f64; LANES];
+    for values in values.chunks(LANES) {
+        for (sum, &x) in sums.iter_mut().zip(values) {
+            let error = f64::from(error(x));
+            *sum += error * error;
+        }
+    }
+    sums.iter().sum()
+}
+
 /// Quantizes a group to signed codes of 8 bits, -127 to 127: writes them, and returns the scale. `round` rounds it as in [`int4_group`].
 pub fn int8_group(values: &[f32], round: impl Fn(f32) -> f32, codes: &mut [i8]) -> f32 {
     let scale = round(largest(values) / LARGEST_INT8);
     let inverse = reciprocal(scale);
     for (code, x) in codes.iter_mut().zip(values) {
-        *code = (x * inverse).round().clamp(-LARGEST_INT8, LARGEST_INT8) as i8;
+        *code = nearest(x * inverse, -LARGEST_INT8, LARGEST_INT8) as i8;
     }
     scale
 }

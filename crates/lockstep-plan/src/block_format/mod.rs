@@ -10,6 +10,7 @@ mod encode;
 mod groups;
 mod half;
 mod mxfp4;
+mod rounding;
 
 pub use decode::{
     BlockCodec, BlockSource, BlockWords, MOST_WORDS, PART, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec,

@@ -5,10 +5,10 @@
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 #[cfg(target_arch = "x86_64")]
-use super::integer_lanes::{Avx2Integers, VnniIntegers};
+use super::integer_lanes::{Avx2Integers, GROUP_UNITS, VnniIntegers};
 use super::{
     activations::RowGroup,
-    integer_lanes::{GROUP_UNITS, IntegerLanes, PlainIntegers},
+    integer_lanes::{IntegerLanes, PlainIntegers},
     transpose::SIDE,
 };
 use crate::CpuLevel;

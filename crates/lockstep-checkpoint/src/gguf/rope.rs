@@ -53,14 +53,8 @@ pub(super) fn long_scaling(keys: &Keys<'_>, [short, long]: &[Vec<f32>; 2]) -> Re
         "rope_type": "longrope", "short_factor": short, "long_factor": long,
         "original_max_position_embeddings": original,
     });
-    let long = LongRope {
-        short_factor: Vec::new(),
-        long_factor: Vec::new(),
-        factor: keys.size("context_length")? as f64 / original.max(1) as f64,
-        original_max_position_embeddings: usize::try_from(original).unwrap_or(usize::MAX),
-        attention_factor: None,
-    };
-    let derived = Rope { theta: 1.0, scaling: RopeScaling::LongRope(long) }.amplitude();
+    let ratio = keys.size("context_length")? as f64 / original.max(1) as f64;
+    let derived = LongRope::derived_amplitude(ratio, original as f64);
     let given = keys.number("rope.scaling.attn_factor");
     if let Some(factor) = given.filter(|factor| (factor - derived).abs() > 1e-6) {
         scaling["attention_factor"] = json!(factor);

@@ -89,11 +89,13 @@ pub struct LongRope {
 impl LongRope {
     /// Returns the factor on cosines and sines.
     fn amplitude(&self) -> f64 {
-        let grown = || {
-            let original = self.original_max_position_embeddings as f64;
-            libm::sqrt(1.0 + libm::log(self.factor) / libm::log(original))
-        };
-        self.attention_factor.unwrap_or_else(|| if self.factor <= 1.0 { 1.0 } else { grown() })
+        let derived = || Self::derived_amplitude(self.factor, self.original_max_position_embeddings as f64);
+        self.attention_factor.unwrap_or_else(derived)
+    }
+
+    /// Returns the factor on cosines and sines of a context that is `factor` times as long as the `original` one, in tokens.
+    pub fn derived_amplitude(factor: f64, original: f64) -> f64 {
+        if factor <= 1.0 { 1.0 } else { libm::sqrt(1.0 + libm::log(factor) / libm::log(original)) }
     }
 
     fn read(reader: &mut Reader<'_>, max_position_embeddings: usize, original: Option<usize>) -> Self {

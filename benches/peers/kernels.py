@@ -82,7 +82,7 @@ class PeerKernels:
         for line in output.splitlines():
             if line.startswith("MKL_VERBOSE oneMKL") or line.startswith("MKL_VERBOSE Intel(R) MKL"):
                 version = re.search(r"MKL ([\d.]+(?: Update \d+)?)", line)
-                processors = re.search(r"for Intel\(R\) 64 architecture (.*?) processors", line)
+                processors = re.search(r"for Intel\(R\) 64 architecture (.*?)(?: processors|, Lnx)", line)
                 mkl = version.group(1) if version else "of an unknown version"
                 banner = processors.group(1).removesuffix(" enabled") if processors else ""
             elif line.startswith("onednn_verbose") and ",exec,cpu," in line:

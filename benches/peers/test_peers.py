@@ -128,7 +128,7 @@ class Comparison(unittest.TestCase):
 def verbose(banner: str, own: bool | None = False, preloaded: bool | None = None, bf16: str = "brg_matmul:avx512_core_bf16") -> str:
     """What a probe prints where MKL's banner names `banner`."""
     document = {"torch": "2.15", "aten": "AVX512", "own": own, "preloaded": preloaded, "f32_gflops": 105.2, "bf16_gflops": 464.0}
-    return f"""MKL_VERBOSE oneMKL 2024.0 Update 2 Product build 20240605 for Intel(R) 64 architecture {banner} processors, Lnx 2.60GHz
+    return f"""MKL_VERBOSE oneMKL 2024.0 Update 2 Product build 20240605 for Intel(R) 64 architecture {banner}, Lnx 2.60GHz
 MKL_VERBOSE SGEMM(N,N,256,256,256,0x7ffe,0x563e,256,0x563e,256,0x7ffe,0x563e,256) 23.98ms CNR:OFF Dyn:1 FastMM:1 TID:0  NThr:2
 onednn_verbose,v1,info,cpu,isa:Intel AVX-512 with Intel DL Boost and bfloat16 support
 onednn_verbose,v1,primitive,exec,cpu,matmul,{bf16},undef,src:bf16::blocked:ab::f0,attr-scratchpad:user,,256x256:256x256,0.48
@@ -138,8 +138,9 @@ onednn_verbose,v1,primitive,exec,cpu,convolution,brg_conv_fwd:avx512_core,forwar
 """
 
 
-ON_INTEL = "Intel(R) Advanced Vector Extensions 512 (Intel(R) AVX-512) with support of Intel(R) DL Boost enabled"
-ON_AMD = "Intel(R) Architecture"
+ON_INTEL = "Intel(R) Advanced Vector Extensions 512 (Intel(R) AVX-512) with support of Intel(R) DL Boost enabled processors"
+WITH_AMX = "Intel(R) Advanced Vector Extensions 512 (Intel(R) AVX-512) with support for INT8, BF16, FP16 (limited) instructions, and Intel(R) Advanced Matrix Extensions (Intel(R) AMX) with INT8 and BF16"
+ON_AMD = "Intel(R) Architecture processors"
 ALL = ["f32", "bf16", "convolution"]
 
 
@@ -160,10 +161,11 @@ class Kernels(unittest.TestCase):
 
     def test_a_peer_below_the_processors_avx512_is_a_fault_with_its_remedy(self):
         self.assertEqual(self.faults(ON_INTEL, own=True), [])
+        self.assertEqual(self.faults(WITH_AMX, own=True, bf16="brg_matmul:avx10_1_512_amx"), [], "its banner ends otherwise")
         self.assertEqual(self.faults(ON_AMD, preloaded=True), [])
         (fault,) = self.faults(ON_AMD)
         self.assertIn("--mkl-as-on-intel", fault)
-        self.assertEqual(len(self.faults("Intel(R) Advanced Vector Extensions 2 (Intel(R) AVX2) enabled", own=True)), 1)
+        self.assertEqual(len(self.faults("Intel(R) Advanced Vector Extensions 2 (Intel(R) AVX2) enabled processors", own=True)), 1)
         self.assertIn("oneDNN's gemm:jit:bf16", self.faults(ON_INTEL, own=True, bf16="gemm:jit:bf16")[0])
         self.assertEqual(len(self.faults(ON_INTEL, own=True, bf16="brg_matmul:avx512_core")), 1, "its dot products are left out")
         self.assertEqual(self.faults(ON_INTEL, own=True, bf16="brg_matmul:avx512_core", flags=["avx512f"]), [])

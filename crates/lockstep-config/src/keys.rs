@@ -140,7 +140,7 @@ sections! {
         /// The type of activations and of the weights that kernels read; gradients and the optimizer state stay in f32.
         precision: Precision = Precision::F32, rules().defines_numbers();
         /// Method of f32 matrix products where the CPU has AMX: `split` in three parts of bf16 each, or by `fma`.
-        f32_products: F32Products = F32Products::Split, rules().defines_numbers();
+        f32_products: F32Products = F32Products::Fma, rules().defines_numbers();
         /// Keep an f32 copy of weights that kernels read in another precision, and update that. Without it bf16 weights
         /// are updated in place and should be rounded `stochastic`ally.
         master_weights: bool = true, rules().defines_numbers();

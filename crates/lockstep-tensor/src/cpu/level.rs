@@ -115,9 +115,9 @@ impl fmt::Display for CpuLevel {
 pub enum F32Products {
     /// Three-way bf16 split on AMX tiles: each operand becomes three bf16 parts, and six products are summed in f32.
     /// The error is no larger than that of FMA.
-    #[default]
     SplitBf16,
     /// Vector FMA, as on CPUs without AMX.
+    #[default]
     Fma,
 }
 

@@ -23,7 +23,7 @@ use super::{
     problem::Problem,
     rows,
     scratch::{PARTIAL_COLUMNS, Scratch},
-    store::{Finish, Target, Tile, Window, scatter, store},
+    store::{Finish, Target, Tile, Window, scatter, store, store_rows},
     task_rows::{Lookahead, TaskRows, panel},
     thin::{self, Panel, ThinRows, ThinScratch},
 };
@@ -32,7 +32,7 @@ use crate::{
     cpu::{
         pool::Pool,
         shares::{STAGES, Task},
-        simd::{Float, inlined},
+        simd::{CACHE_LINE_BYTES, Float, inlined, prefetch},
     },
 };
 
@@ -371,6 +371,9 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                 let size = (row_end - row, column_end - column);
                 let place = self.place::<K, U>((row, column), size);
                 lookahead.step();
+                if place.is_none() && self.problem.write == Write::Accumulate {
+                    self.fetch((row, column), size);
+                }
                 if U::is_exceptional(packed_b) {
                     U::exceptional_tile(&factors(), &mut tile, K::COLUMNS);
                 } else {
@@ -439,6 +442,18 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         Some(Place { first: window.pointer().cast(), stride: window.row_stride(), bias, write })
     }
 
+    /// Fetches a tile of a matrix into the cache: it is read when its sums are complete.
+    fn fetch(&self, (row, column): (usize, usize), (rows, columns): (usize, usize)) {
+        let Target::Matrix(window) = self.problem.c else { return };
+        for row in row..row + rows {
+            // SAFETY: the tile lies in C.
+            let first = unsafe { window.at(row, column) }.pointer().cast_const();
+            for column in (0..columns).step_by(CACHE_LINE_BYTES / size_of::<C>()) {
+                prefetch(first.wrapping_add(column));
+            }
+        }
+    }
+
     /// Adds a tile, whose rows are `width` apart, to the sums of earlier blocks of depth, and finishes it if this block is the
     /// last.
     fn store<K: MicroKernel, U: Packing<Source = T>>(
@@ -461,7 +476,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
             let partial = has_partial.then(|| context.partial.at(place.0, place.1));
             if let Some(partial) = partial.filter(|_| !last) {
                 let finish = Finish { partial: None, bias, write: earlier };
-                return store(level, size, tile, width, &finish, &|i| partial.row(i, size.1));
+                return store(level, size, tile, width, &finish, partial);
             }
             let finish = Finish { partial, bias, write: if first || has_partial { write } else { earlier } };
             match c {
@@ -470,7 +485,11 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                     let row = inlined!(|i| window.at(0, filters.at(row + i).0));
                     scatter(size, tile, width, &finish, row, filters.lane_stride);
                 }
-                _ => store(level, size, tile, width, &finish, &|i| c.row(row + i, column, size.1)),
+                Target::Matrix(window) => store(level, size, tile, width, &finish, window.at(row, column)),
+                Target::Grid(..) => {
+                    let target = |i| c.row(row + i, column, size.1);
+                    store_rows(level, size, tile.elements_mut(), width, &finish, &target);
+                }
             }
         }
     }

@@ -368,20 +368,22 @@ unsafe fn pack_matrix<V: Lanes, U: Unit, P: PanelShape>(
             unsafe { transpose_lines::<V, U, P>(&matrix, outer, depth, units, panels) };
         }
         (Order::AlongDepth, _) => {
-            blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+            let read = inlined!(|block: &mut Block, outer: Range<usize>, depth: Range<usize>| {
                 read_along::<U, P>(&matrix, outer, depth, block);
                 if P::ORDER == Order::AcrossDepth {
                     // SAFETY: the caller's promise.
                     unsafe { V::transpose(block) };
                 }
             });
+            blocks::<P>(outer, depth, units, U::ELEMENTS, panels, read);
         }
         (Order::AcrossDepth, Order::AlongDepth) => {
-            blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+            let read = inlined!(|block: &mut Block, outer: Range<usize>, depth: Range<usize>| {
                 read_across::<U>(&matrix, outer, depth, block);
                 // SAFETY: as above.
                 unsafe { V::transpose(block) };
             });
+            blocks::<P>(outer, depth, units, U::ELEMENTS, panels, read);
         }
     }
 }

@@ -45,6 +45,11 @@ impl Tile {
         self.0.chunks_exact(columns)
     }
 
+    /// Returns all elements.
+    pub(super) fn elements_mut(&mut self) -> &mut [f32] {
+        &mut self.0
+    }
+
     /// Returns the address that a micro-kernel writes to.
     pub(in crate::cpu) fn as_mut_ptr(&mut self) -> *mut f32 {
         self.0.as_mut_ptr()
@@ -151,27 +156,60 @@ pub(in crate::cpu) struct Finish<'a, T> {
     pub(in crate::cpu) write: Write,
 }
 
-/// Writes the first `rows × columns` elements of a tile whose rows are `tile_columns` apart; `target` returns a row of
-/// the output.
+impl<T: Float> Finish<'_, T> {
+    /// Adds the earlier sums and the bias to the sums of row `row`.
+    ///
+    /// # Safety
+    /// The partial sums must hold the row, and no other thread may use it meanwhile.
+    #[inline(always)]
+    unsafe fn add_to(&self, row: usize, sums: &mut [f32]) {
+        if let Some(partial) = self.partial {
+            // SAFETY: the caller's promise.
+            add(sums, unsafe { partial.row(row, sums.len()) });
+        }
+        if let Some(bias) = self.bias {
+            add(sums, &bias[..sums.len()]);
+        }
+    }
+}
+
+/// Writes the first `rows × columns` elements of a tile, whose rows are `tile_columns` apart, to a part of a matrix.
 ///
 /// # Safety
-/// The partial sums must hold a part of this size, and no other thread may use that part meanwhile.
-pub(in crate::cpu) unsafe fn store<'t, T: Float, C: Float>(
+/// The partial sums and the matrix must hold a part of this size, and no other thread may use these parts meanwhile.
+pub(in crate::cpu) unsafe fn store<T: Float, C: Float>(
     level: CpuLevel,
-    size: (usize, usize),
+    (rows, columns): (usize, usize),
     tile: &mut Tile,
     tile_columns: usize,
     finish: &Finish<'_, T>,
-    target: &dyn Fn(usize) -> &'t mut [C],
+    target: Window<C>,
 ) {
-    // SAFETY: the caller's promise.
-    unsafe { store_rows(level, size, &mut tile.0, tile_columns, finish, target) }
+    let accumulates = finish.write == Write::Accumulate;
+    level.run_with_isa(inlined!(|isa| {
+        if finish.partial.is_some() || finish.bias.is_some() || accumulates {
+            for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
+                let sums = &mut sums[..columns];
+                // SAFETY: the caller's promise, here and below.
+                unsafe {
+                    finish.add_to(i, sums);
+                    if accumulates {
+                        add(sums, target.row(i, columns));
+                    }
+                }
+            }
+        }
+        let to = (target.pointer, target.row_stride);
+        // SAFETY: as above.
+        unsafe { C::store_rows(isa, &tile.0, tile_columns, (rows, columns), to) }
+    }));
 }
 
-/// Writes sums as [`store`] does. `target` is called once for a row, so that all products of the types share the loop.
+/// Writes the first `rows × columns` sums, whose rows are `width` apart; `target` returns a row of the output. It is called once
+/// for a row, so that all products of the types share the loop.
 ///
 /// # Safety
-/// As [`store`].
+/// The partial sums must hold a part of this size, and no other thread may use that part meanwhile.
 pub(super) unsafe fn store_rows<'t, T: Float, C: Float>(
     level: CpuLevel,
     (rows, columns): (usize, usize),
@@ -183,13 +221,8 @@ pub(super) unsafe fn store_rows<'t, T: Float, C: Float>(
     level.run_with_isa(inlined!(|isa| {
         for (i, sums) in sums.chunks_exact_mut(width).take(rows).enumerate() {
             let sums = &mut sums[..columns];
-            if let Some(partial) = finish.partial {
-                // SAFETY: the caller's promise.
-                add(sums, unsafe { partial.row(i, columns) });
-            }
-            if let Some(bias) = finish.bias {
-                add(sums, &bias[..columns]);
-            }
+            // SAFETY: the caller's promise.
+            unsafe { finish.add_to(i, sums) };
             let target = target(i);
             if finish.write == Write::Accumulate {
                 add(sums, target);
@@ -214,13 +247,8 @@ pub(super) unsafe fn scatter<T: Float, C: Float>(
 ) {
     for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
         let sums = &mut sums[..columns];
-        if let Some(partial) = finish.partial {
-            // SAFETY: the caller's promise.
-            add(sums, unsafe { partial.row(i, columns) });
-        }
-        if let Some(bias) = finish.bias {
-            add(sums, &bias[..columns]);
-        }
+        // SAFETY: the caller's promise.
+        unsafe { finish.add_to(i, sums) };
         let target = target(i);
         for (j, sum) in sums.iter().enumerate() {
             // SAFETY: the caller's promise.

@@ -18,6 +18,26 @@ pub(crate) trait Float: Element {
         let _ = isa;
         store_each(from, to);
     }
+
+    /// Stores the first `rows × columns` of numbers, whose rows are `width` apart, as [`Float::store_all`] does: to rows that begin
+    /// at an address and are a number of elements apart.
+    ///
+    /// # Safety
+    /// Nothing else may use these rows meanwhile.
+    #[inline(always)]
+    unsafe fn store_rows(
+        isa: Isa,
+        from: &[f32],
+        width: usize,
+        (rows, columns): (usize, usize),
+        (to, stride): (*mut Self, usize),
+    ) {
+        for (i, from) in from.chunks_exact(width).take(rows).enumerate() {
+            // SAFETY: the caller's promise.
+            let to = unsafe { std::slice::from_raw_parts_mut(to.add(i * stride), columns) };
+            Self::store_all(isa, &from[..columns], to);
+        }
+    }
 }
 
 #[inline(always)]
@@ -61,6 +81,21 @@ impl Float for bf16 {
             return unsafe { round_to_bf16(from, to) };
         }
         store_each(from, to);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn store_rows(isa: Isa, from: &[f32], width: usize, size: (usize, usize), to: (*mut Self, usize)) {
+        let rows = from.chunks_exact(width).take(size.0);
+        if isa.bf16 {
+            // SAFETY: the level has the instruction; the caller's promise.
+            return unsafe { round_rows_to_bf16(rows, size.1, to) };
+        }
+        for (i, from) in rows.enumerate() {
+            // SAFETY: the caller's promise.
+            let to = unsafe { std::slice::from_raw_parts_mut(to.0.add(i * to.1), size.1) };
+            store_each(&from[..size.1], to);
+        }
     }
 }
 
@@ -114,8 +149,28 @@ macro_rules! with_float {
 }
 pub(crate) use with_float;
 
+/// Rounds the first `columns` numbers of each row, to rows that begin at an address and are a number of elements apart. One call for
+/// all rows: a call for each would take longer than its work.
+///
+/// # Safety
+/// Nothing else may use these rows meanwhile.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn round_rows_to_bf16<'a>(
+    rows: impl Iterator<Item = &'a [f32]>,
+    columns: usize,
+    (to, stride): (*mut bf16, usize),
+) {
+    for (i, from) in rows.enumerate() {
+        // SAFETY: the caller's promise.
+        let to = unsafe { std::slice::from_raw_parts_mut(to.add(i * stride), columns) };
+        round_to_bf16(&from[..columns], to);
+    }
+}
+
 /// Rounds as many numbers as the shorter slice has.
 #[cfg(target_arch = "x86_64")]
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
     use std::arch::x86_64::*;

@@ -13,6 +13,7 @@ use super::{
     lanes::{Dot, Lanes, dot, vector},
     operand::Order,
     store::Tile,
+    thin::{MAX_ROWS, ThinKernel},
     transpose::{Block, SIDE, Square},
 };
 
@@ -137,6 +138,10 @@ unsafe fn transpose_square(source: Square<*const u32>, target: Square<*mut u32>)
 /// f32 by NEON. An instruction multiplies a vector of B by one lane of a vector of A, so A needs no broadcast.
 pub(super) struct Neon;
 
+impl ThinKernel for Neon {
+    const MOST_ROWS: usize = MAX_ROWS;
+}
+
 impl MicroKernel for Neon {
     type Vector = F32x4;
     const ROWS: usize = ROWS;
@@ -198,6 +203,8 @@ unsafe fn lane_products(depth: usize, mut a: *const f32, mut b: *const f32, plac
 
 /// bf16 by matrix products: an instruction adds the product of two rows and two columns, four elements deep.
 pub(in crate::cpu) struct NeonBf16;
+
+impl ThinKernel for NeonBf16 {}
 
 impl MicroKernel for NeonBf16 {
     type Vector = Bf16Dots;

@@ -5,7 +5,15 @@
 //! interleaved. Products of int8 codes have smaller tiles, of one run of 8 rows and of 16 lines. The code is inline
 //! assembly, because Rust has no stable intrinsics for the tiles.
 
-use super::{kernel::MicroKernel, lanes::Bf16Pairs, operand::Order, store::Tile, transpose::SIDE};
+use super::{
+    kernel::MicroKernel,
+    lanes::Bf16Pairs,
+    operand::Order,
+    pack::Packing,
+    store::Tile,
+    thin::{self, Panel, PanelLines, ThinKernel, ThinRows, ThinScratch},
+    transpose::{SIDE, Square},
+};
 
 /// bf16 by AMX tiles.
 pub(in crate::cpu) struct Tiles;
@@ -176,6 +184,42 @@ impl MicroKernel for Tiles {
     }
 }
 
+impl ThinKernel for Tiles {
+    const MOST_ROWS: usize = SIDE;
+    const INTERLEAVES_ROWS: bool = true;
+
+    unsafe fn prepared_for_rows<R>(rows: usize, work: impl FnOnce() -> R) -> R {
+        let row_bytes = 4 * rows.max(1) as u8;
+        let sizes = [[16, row_bytes], [16, 64], [16, row_bytes], [0; 2], [0; 2], [0; 2], [0; 2], [0; 2]];
+        // SAFETY: the caller's promise.
+        unsafe { with_tiles(&Configuration::of(sizes), work) }
+    }
+
+    /// Multiplies 16 lines of W, which are a tile as they lie, and the units of all rows. Both operands of a product have changed
+    /// sides, which changes no bit.
+    unsafe fn panel<U: Packing>(
+        panel: &Panel<'_, '_, U::Source>,
+        rows: &ThinRows,
+        _: &mut ThinScratch<'_>,
+        tile: &mut Tile,
+    ) {
+        let width = thin::width::<Self::Vector>(rows.count());
+        for column in (0..panel.columns.len()).step_by(SIDE) {
+            let lines = panel.lines::<U>(column);
+            let mut sums = LineSums([[0; SIDE]; SIDE]);
+            // SAFETY: the tiles are configured for the rows (the caller's promise), and the lines and rows hold the depth.
+            unsafe { multiply_lines(&lines, rows, &mut sums) };
+            for (line, sums) in sums.0.iter().take(lines.count).enumerate() {
+                for (row, sum) in sums.iter().take(rows.count()).enumerate() {
+                    *tile.element_mut(row * width + column + line) = f32::from_bits(*sum);
+                }
+            }
+        }
+    }
+}
+
+impl ThinKernel for SplitTiles {}
+
 impl MicroKernel for SplitTiles {
     type Vector = Bf16Pairs;
     const ROWS: usize = 32;
@@ -253,6 +297,72 @@ impl MicroKernel for SplitTiles {
         }
     }
 }
+
+/// Sums of the products of 16 lines and up to 16 rows, as bits.
+#[repr(C, align(64))]
+struct LineSums([[u32; SIDE]; SIDE]);
+
+/// Adds the products of lines and rows: tile 0 holds the sums of each line, tile 1 a step of the lines, tile 2 one of the rows.
+///
+/// # Safety
+/// The tiles must be those of [`ThinKernel::prepared_for_rows`] for the rows, which must hold the depth of the lines.
+#[inline(always)]
+unsafe fn multiply_lines(lines: &PanelLines, rows: &ThinRows, sums: &mut LineSums) {
+    let row_stride = 4 * rows.count();
+    let add = |line: *const u32, line_stride: usize, units: *const u32| {
+        // SAFETY: 16 lines and 16 units of all rows lie there. No tile register is used by anything else.
+        unsafe {
+            std::arch::asm!(
+                "tileloadd tmm1, [{lines} + {line_stride}]",
+                "tileloadd tmm2, [{rows} + {row_stride}]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                lines = in(reg) line,
+                line_stride = in(reg) line_stride,
+                rows = in(reg) units,
+                row_stride = in(reg) row_stride,
+                options(nostack, readonly),
+            );
+        }
+    };
+    // SAFETY: the tiles are configured.
+    unsafe { std::arch::asm!("tilezero tmm0", options(nostack, nomem)) };
+    let whole_steps = if lines.count == SIDE { lines.units / SIDE } else { 0 };
+    for step in 0..whole_steps {
+        let first = lines.first.wrapping_add(step * SIDE);
+        let square = Square { first, stride: lines.stride / size_of::<u32>() };
+        square.fetch(lines.ahead_bytes(step * STEP_LINE_BYTES));
+        add(first, lines.stride, rows.interleaved(lines.first_unit + step * SIDE));
+    }
+    for unit in (whole_steps * SIDE..lines.units).step_by(SIDE) {
+        let count = SIDE.min(lines.units - unit);
+        let (mut padded_lines, mut padded_rows) = ([[0_u32; SIDE]; SIDE], [0_u32; SIDE * SIDE]);
+        for (index, padded) in padded_lines.iter_mut().enumerate().take(lines.count) {
+            let skipped = unit * size_of::<u32>();
+            let bytes = (count * size_of::<u32>()).min(lines.bytes - skipped);
+            // SAFETY: each line holds `bytes`.
+            unsafe {
+                let line = lines.first.cast::<u8>().add(index * lines.stride + skipped);
+                line.copy_to_nonoverlapping(padded.as_mut_ptr().cast(), bytes);
+            }
+        }
+        let units = rows.interleaved(lines.first_unit + unit);
+        // SAFETY: the rows hold `count` units from there on.
+        unsafe { units.copy_to_nonoverlapping(padded_rows.as_mut_ptr(), count * rows.count()) };
+        add(padded_lines.as_ptr().cast(), size_of_val(&padded_lines[0]), padded_rows.as_ptr());
+    }
+    // SAFETY: the tile of sums has 16 rows of at most 64 bytes.
+    unsafe {
+        std::arch::asm!(
+            "tilestored [{sums} + {stride}], tmm0",
+            sums = in(reg) sums,
+            stride = in(reg) 4 * SIDE,
+            options(nostack),
+        );
+    }
+}
+
+/// Bytes of a line that a step reads.
+const STEP_LINE_BYTES: usize = 64;
 
 /// Sums of the products of 8 rows and 16 lines of codes.
 #[repr(C, align(64))]

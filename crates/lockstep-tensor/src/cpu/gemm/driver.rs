@@ -25,7 +25,7 @@ use super::{
     scratch::{PARTIAL_COLUMNS, Scratch},
     store::{Finish, Target, Tile, Window, scatter, store, store_rows},
     task_rows::{Lookahead, TaskRows, panel},
-    thin::{self, Panel, ThinRows, ThinScratch},
+    thin::{self, Panel, ThinKernel, ThinRows, ThinScratch},
 };
 use crate::{
     CpuLevel, CpuQueue, Element, Summation, Write,
@@ -62,7 +62,7 @@ impl Threads<'_> {
 }
 
 /// Computes `problems` with the micro-kernel `K` on operands packed as `U`; problems with few rows use vectors `V`.
-pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float>(
+pub(super) fn multiply<'a, K: ThinKernel, U: Packing, V: Dot<U::Source>, C: Float>(
     queue: &CpuQueue,
     problems: impl IntoIterator<Item = Problem<'a, U::Source, C>>,
 ) where
@@ -168,7 +168,7 @@ struct Chunk<'a, T, C> {
     start: Start,
 }
 
-impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, K, U, V, C> {
+impl<'a, K: ThinKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, K, U, V, C> {
     /// Adds the chunks of a product. If there is no more room, computes the earlier chunks first.
     fn add(&mut self, problem: Problem<'a, U::Source, C>) {
         let Problem { m, n, k, .. } = problem;
@@ -393,7 +393,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     }
 
     /// Computes task `index` of a product of few rows, panel by panel.
-    fn thin_task<K: MicroKernel, U: Packing<Source = T>>(
+    fn thin_task<K: ThinKernel, U: Packing<Source = T>>(
         &self,
         context: TaskContext<'_>,
         blocks: Blocks,
@@ -404,19 +404,25 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let mut scratch = ThinScratch::new(buffer.elements_mut());
         let width = thin::width::<K::Vector>(m);
         let context = TaskContext { partial: Window::new(scratch.partial.as_mut_ptr(), width), ..context };
-        let rows = ThinRows::new::<U>(a, m, &mut scratch);
+        let rows = ThinRows::new::<K, U>(a, m, &mut scratch);
         let mut tile = Tile::zeros();
         let block_depth = blocks.depth * U::ELEMENTS;
-        for columns in thin::panels(&self.problem, index, width) {
+        let mut multiply = |columns: Range<usize>| {
             // At least once: an empty depth still sets C to the bias or to zero.
             for start in (0..k.max(1)).step_by(block_depth) {
                 let depth = start..k.min(start + block_depth);
                 let panel = Panel { b, columns: columns.clone(), depth: depth.clone() };
-                // SAFETY: the queue's level has the kernel's instructions.
-                unsafe { panel.multiply::<K::Vector, U>(&rows, &mut scratch, &mut tile) };
+                // SAFETY: the queue's level has the kernel's instructions, and the thread is prepared below.
+                unsafe { K::panel::<U>(&panel, &rows, &mut scratch, &mut tile) };
                 let part = Chunk { rows: 0..m, columns: columns.clone(), depth, ..*self };
                 part.store::<K, U>(context, (&mut tile, width), (0, columns.start), (m, columns.len()));
             }
+        };
+        // SAFETY: the queue's level has the kernel's instructions.
+        unsafe {
+            K::prepared_for_rows(m, || {
+                thin::panels(&self.problem, index, width).for_each(&mut multiply);
+            });
         }
     }
 

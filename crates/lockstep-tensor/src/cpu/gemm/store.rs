@@ -45,6 +45,12 @@ impl Tile {
         self.0.chunks_exact(columns)
     }
 
+    /// Returns an element.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn element_mut(&mut self, index: usize) -> &mut f32 {
+        &mut self.0[index]
+    }
+
     /// Returns all elements.
     pub(super) fn elements_mut(&mut self) -> &mut [f32] {
         &mut self.0

@@ -7,9 +7,11 @@
 
 use std::{ops::Range, ptr};
 
+#[cfg(target_arch = "x86_64")]
+use super::kernel::{Avx2, Avx512, Avx512Dot};
 use super::{
     block_lines::CHUNK,
-    kernel::MicroKernel,
+    kernel::{MicroKernel, Portable},
     lanes::Lanes,
     operand::{Operand, Order},
     pack::Packing,
@@ -25,7 +27,7 @@ use crate::{
 };
 
 /// Largest number of rows.
-const MAX_ROWS: usize = 32;
+pub(super) const MAX_ROWS: usize = 32;
 /// Largest number of rows whose sums fit the registers.
 const GROUP: usize = 8;
 /// Panels that are multiplied by such a group at once.
@@ -41,6 +43,55 @@ const TASK_ELEMENTS: usize = 1 << 17;
 /// Number of tasks to divide a small product into.
 const TASKS: usize = 16;
 
+/// A micro-kernel with a way to multiply few rows that gives the bits of its products of panels.
+pub(in crate::cpu) trait ThinKernel: MicroKernel {
+    /// Largest number of rows; 0 if there is no such way.
+    const MOST_ROWS: usize = 0;
+    /// True if [`ThinRows`] interleaves the units of the rows, for [`ThinKernel::panel`].
+    const INTERLEAVES_ROWS: bool = false;
+
+    /// Runs `work` with the thread in the state that [`ThinKernel::panel`] needs for a number of rows.
+    ///
+    /// # Safety
+    /// The CPU must have the kernel's instructions.
+    unsafe fn prepared_for_rows<R>(_: usize, work: impl FnOnce() -> R) -> R {
+        work()
+    }
+
+    /// Writes the products of the rows and a panel of lines to the tile, whose rows are [`width`] wide.
+    ///
+    /// # Safety
+    /// The CPU must have the kernel's instructions, and the thread must be prepared for the number of rows.
+    unsafe fn panel<U: Packing>(
+        panel: &Panel<'_, '_, U::Source>,
+        rows: &ThinRows,
+        scratch: &mut ThinScratch<'_>,
+        tile: &mut Tile,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { panel.multiply::<Self::Vector, U>(rows, scratch, tile) }
+    }
+}
+
+impl ThinKernel for Portable {
+    const MOST_ROWS: usize = MAX_ROWS;
+}
+
+#[cfg(target_arch = "x86_64")]
+impl ThinKernel for Avx2 {
+    const MOST_ROWS: usize = MAX_ROWS;
+}
+
+#[cfg(target_arch = "x86_64")]
+impl ThinKernel for Avx512 {
+    const MOST_ROWS: usize = MAX_ROWS;
+}
+
+#[cfg(target_arch = "x86_64")]
+impl ThinKernel for Avx512Dot {
+    const MOST_ROWS: usize = MAX_ROWS;
+}
+
 /// A panel of lines of W: as many as one side of a transposed square.
 pub(super) struct Lines;
 
@@ -52,19 +103,22 @@ impl PanelShape for Lines {
 }
 
 /// Returns true if a product has few rows that must have the bits of many, and `K` sums along the depth unit by unit.
-pub(super) fn fits<K: MicroKernel, U: Packing, C>(
+pub(super) fn fits<K: ThinKernel, U: Packing, C>(
     problem: &Problem<'_, U::Source, C>,
     summation: Summation,
 ) -> bool {
     let Problem { m, k, a, b, .. } = problem;
     let has_blocks = b.block_lines().is_some();
     let are_lines = a.is_stored_along_depth() && (b.is_stored_along_depth() || has_blocks);
-    let converted = if are_units::<U>(*k) { 0 } else { m * k.div_ceil(U::ELEMENTS) };
-    let has_room = *m <= MAX_ROWS && converted <= ROWS_UNITS;
+    let units = m * k.div_ceil(U::ELEMENTS);
+    let converted = if are_units::<U>(*k) { 0 } else { units };
+    let interleaved = if K::INTERLEAVES_ROWS { units } else { 0 };
+    let has_room = *m <= K::MOST_ROWS && converted + interleaved <= ROWS_UNITS;
+    let reads_lines = !(has_blocks && K::INTERLEAVES_ROWS);
     (summation == Summation::ByDepth || has_blocks)
         && are_lines
         && has_room
-        && K::IS_IN_PLACE
+        && reads_lines
         && U::MARK_UNITS == 0
 }
 
@@ -102,7 +156,7 @@ pub(super) fn panels<T, C>(
 }
 
 /// Scratch memory of a task.
-pub(super) struct ThinScratch<'a> {
+pub(in crate::cpu) struct ThinScratch<'a> {
     /// f32 sums of the columns at hand over earlier blocks of depth, `[rows, width]`.
     pub(super) partial: &'a mut [f32],
     packed: &'a mut [u32],
@@ -119,15 +173,18 @@ impl<'a> ThinScratch<'a> {
 }
 
 /// The rows of X as lines of units. A last group that is not full repeats its last line.
-pub(super) struct ThinRows {
+pub(in crate::cpu) struct ThinRows {
     lines: [*const u32; MAX_ROWS],
     count: usize,
+    /// The same units side by side, `[units, count]`, if the micro-kernel reads them so.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only x86's tiles read them so"))]
+    interleaved: *const u32,
 }
 
 impl ThinRows {
     /// Reads the rows in place if their elements are units as they are stored; otherwise converts them into the scratch
     /// memory.
-    pub(super) fn new<U: Packing>(
+    pub(super) fn new<K: ThinKernel, U: Packing>(
         a: &Operand<'_, U::Source>,
         count: usize,
         scratch: &mut ThinScratch<'_>,
@@ -149,12 +206,37 @@ impl ThinRows {
             let last_line = lines[last];
             lines[count..].fill(last_line);
         }
-        Self { lines, count }
+        // The units of one row are side by side as they are.
+        let mut interleaved = lines[0];
+        if K::INTERLEAVES_ROWS && count > 1 {
+            let units = a.line(0).len().div_ceil(U::ELEMENTS);
+            let room = &mut room[..units * count];
+            for (unit, target) in room.chunks_exact_mut(count).enumerate() {
+                for (target, line) in target.iter_mut().zip(lines) {
+                    // SAFETY: each line holds `units`.
+                    *target = unsafe { line.add(unit).read_unaligned() };
+                }
+            }
+            interleaved = room.as_ptr();
+        }
+        Self { lines, count, interleaved }
+    }
+
+    /// Number of rows.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Returns the units of all rows from one unit of depth on, `[units, count]`.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn interleaved(&self, unit: usize) -> *const u32 {
+        self.interleaved.wrapping_add(unit * self.count)
     }
 }
 
 /// A panel of lines of W, or two, at a block of depth.
-pub(super) struct Panel<'p, 'a, T> {
+pub(in crate::cpu) struct Panel<'p, 'a, T> {
     /// The matrix of the lines.
     pub(super) b: &'p Operand<'a, T>,
     /// The lines.
@@ -327,6 +409,23 @@ impl<T: Float> Panel<'_, '_, T> {
         }
     }
 
+    /// Returns up to 16 stored lines from the panel's column `column` on.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn lines<U: Packing<Source = T>>(&self, column: usize) -> PanelLines {
+        let first = self.columns.start + column;
+        let line = self.b.line(first);
+        let part = &line[self.depth.clone()];
+        PanelLines {
+            first: part.as_ptr().cast(),
+            stride: size_of_val(line),
+            bytes: size_of_val(part),
+            units: part.len().div_ceil(U::ELEMENTS),
+            count: SIDE.min(self.columns.end - first),
+            first_unit: self.depth.start / U::ELEMENTS,
+            first_byte: self.depth.start * size_of::<T>(),
+        }
+    }
+
     /// Returns the squares of units at the begin of the panel that can be transposed as they are stored, each with the distance
     /// in bytes to the place to fetch: along the line, and from its end on in the next panel.
     #[inline(always)]
@@ -343,6 +442,36 @@ impl<T: Float> Panel<'_, '_, T> {
             let ahead_bytes = AHEAD_BYTES + if is_of_next { (SIDE - 1) * line_bytes } else { 0 };
             (Square { first: first.wrapping_add(index * SIDE), stride }, ahead_bytes)
         })
+    }
+}
+
+/// Stored lines at a block of depth.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct PanelLines {
+    /// The first line, which may lie at any address.
+    pub(super) first: *const u32,
+    /// Bytes from one line to the next.
+    pub(super) stride: usize,
+    /// Bytes of each line at the block of depth.
+    pub(super) bytes: usize,
+    /// Units of depth; the last one may be a part.
+    pub(super) units: usize,
+    /// Number of lines, up to 16.
+    pub(super) count: usize,
+    /// First unit of the block of depth.
+    pub(super) first_unit: usize,
+    /// First byte of the block of depth in a whole line.
+    first_byte: usize,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl PanelLines {
+    /// Returns the distance in bytes from a place in the lines to the one to fetch: along the line, and from its end on in the lines
+    /// of the next panel.
+    #[inline(always)]
+    pub(super) fn ahead_bytes(&self, byte: usize) -> usize {
+        let is_of_next = self.first_byte + byte + AHEAD_BYTES >= self.stride;
+        AHEAD_BYTES + if is_of_next { (SIDE - 1) * self.stride } else { 0 }
     }
 }
 

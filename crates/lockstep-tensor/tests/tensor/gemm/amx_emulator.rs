@@ -199,13 +199,7 @@ impl Instruction {
                 }
             }
             Self::DotInt8 { sums, x, y } => {
-                let ((x_bytes, x_rows), (_, y_rows)) = (configuration[x], configuration[y]);
-                assert_eq!(x_bytes, 4 * y_rows, "depths of the tiles: {configuration:?}");
-                assert_eq!(
-                    configuration[sums],
-                    (configuration[y].0, x_rows),
-                    "tile of sums: {configuration:?}"
-                );
+                check_sizes(&configuration, [sums, x, y]);
                 // Words beyond the sizes of tiles are zeros.
                 let (x, y) = (state.tiles[x], state.tiles[y]);
                 for (sums, x) in state.tiles[sums].iter_mut().zip(x) {
@@ -219,9 +213,8 @@ impl Instruction {
                 }
             }
             Self::DotBf16 { sums, x, y } => {
-                let are_full = [sums, x, y].iter().all(|tile| configuration[*tile] == (64, 16));
-                assert!(are_full, "tiles of bf16 are full: {configuration:?}");
-                // The products of even and of odd elements are summed separately, then together, then added.
+                check_sizes(&configuration, [sums, x, y]);
+                // Words beyond the sizes of tiles are zeros. The products of even and of odd elements are summed separately, then together, then added.
                 let (x, y) = (state.tiles[x], state.tiles[y]);
                 for (sums, x) in state.tiles[sums].iter_mut().zip(x) {
                     let (mut even, mut odd) = ([0.0; 16], [0.0; 16]);
@@ -238,6 +231,13 @@ impl Instruction {
             }
         }
     }
+}
+
+/// Checks that the sizes of the tiles of a product agree: of the sums, of the left and of the right operand.
+fn check_sizes(configuration: &[(usize, usize); 8], [sums, x, y]: [usize; 3]) {
+    let ((x_bytes, x_rows), (y_bytes, y_rows)) = (configuration[x], configuration[y]);
+    assert_eq!(x_bytes, 4 * y_rows, "depths of the tiles: {configuration:?}");
+    assert_eq!(configuration[sums], (y_bytes, x_rows), "tile of sums: {configuration:?}");
 }
 
 /// Returns the bf16 in the lower half of a unit.

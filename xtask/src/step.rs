@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 pub(crate) const LIMIT: Duration = Duration::from_secs(25 * 60);
 
 /// Time limit on a step that runs at the lowest priority beside others, which may leave it little of the processors.
-pub(crate) const BACKGROUND_LIMIT: Duration = Duration::from_secs(50 * 60);
+pub(crate) const BACKGROUND_LIMIT: Duration = Duration::from_secs(75 * 60);
 
 /// Runs a command line whose words contain no spaces.
 pub(crate) fn run(command: &str, environment: &[(&str, &str)]) -> Result<(), String> {

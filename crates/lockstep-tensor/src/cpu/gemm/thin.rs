@@ -176,7 +176,7 @@ impl<'a> ThinScratch<'a> {
 pub(in crate::cpu) struct ThinRows {
     lines: [*const u32; MAX_ROWS],
     count: usize,
-    /// The same units side by side, `[units, count]`, if the micro-kernel reads them so.
+    /// Units of all rows side by side, `[units, count]`, if the micro-kernel reads them so.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only x86's tiles read them so"))]
     interleaved: *const u32,
 }

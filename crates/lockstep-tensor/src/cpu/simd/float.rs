@@ -25,18 +25,28 @@ pub(crate) trait Float: Element {
     /// # Safety
     /// Nothing else may use these rows meanwhile.
     #[inline(always)]
-    unsafe fn store_rows(
-        isa: Isa,
-        from: &[f32],
-        width: usize,
-        (rows, columns): (usize, usize),
-        (to, stride): (*mut Self, usize),
-    ) {
-        for (i, from) in from.chunks_exact(width).take(rows).enumerate() {
-            // SAFETY: the caller's promise.
-            let to = unsafe { std::slice::from_raw_parts_mut(to.add(i * stride), columns) };
-            Self::store_all(isa, &from[..columns], to);
-        }
+    unsafe fn store_rows(isa: Isa, from: &[f32], width: usize, size: (usize, usize), to: (*mut Self, usize)) {
+        // SAFETY: the caller's promise.
+        unsafe { store_each_row(isa, from, width, size, to) }
+    }
+}
+
+/// Stores rows as [`Float::store_rows`] does, by a call for each.
+///
+/// # Safety
+/// As [`Float::store_rows`].
+#[inline(always)]
+unsafe fn store_each_row<T: Float>(
+    isa: Isa,
+    from: &[f32],
+    width: usize,
+    (rows, columns): (usize, usize),
+    (to, stride): (*mut T, usize),
+) {
+    for (i, from) in from.chunks_exact(width).take(rows).enumerate() {
+        // SAFETY: the caller's promise.
+        let to = unsafe { std::slice::from_raw_parts_mut(to.add(i * stride), columns) };
+        T::store_all(isa, &from[..columns], to);
     }
 }
 
@@ -86,15 +96,12 @@ impl Float for bf16 {
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn store_rows(isa: Isa, from: &[f32], width: usize, size: (usize, usize), to: (*mut Self, usize)) {
-        let rows = from.chunks_exact(width).take(size.0);
-        if isa.bf16 {
-            // SAFETY: the level has the instruction; the caller's promise.
-            return unsafe { round_rows_to_bf16(rows, size.1, to) };
-        }
-        for (i, from) in rows.enumerate() {
-            // SAFETY: the caller's promise.
-            let to = unsafe { std::slice::from_raw_parts_mut(to.0.add(i * to.1), size.1) };
-            store_each(&from[..size.1], to);
+        // SAFETY: if so, the level has the instruction; the caller's promise.
+        unsafe {
+            match isa.bf16 {
+                true => round_rows_to_bf16(from.chunks_exact(width).take(size.0), size.1, to),
+                false => store_each_row(isa, from, width, size, to),
+            }
         }
     }
 }

@@ -214,7 +214,8 @@ impl Instruction {
             }
             Self::DotBf16 { sums, x, y } => {
                 check_sizes(&configuration, [sums, x, y]);
-                // Words beyond the sizes of tiles are zeros. The products of even and of odd elements are summed separately, then together, then added.
+                // Words beyond the sizes of tiles are zeros. The products of even and of odd elements are summed separately,
+                // then together, then added.
                 let (x, y) = (state.tiles[x], state.tiles[y]);
                 for (sums, x) in state.tiles[sums].iter_mut().zip(x) {
                     let (mut even, mut odd) = ([0.0; 16], [0.0; 16]);

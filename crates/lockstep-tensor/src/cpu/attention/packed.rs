@@ -16,7 +16,8 @@ use crate::{
     Write,
     cpu::{
         gemm::panels::{
-            BfloatPair, ColumnPanels, MicroKernel, Operand, Order, Place, RowPanels, Rows, Tile, pack,
+            BfloatPair, ColumnPanels, Columns, MicroKernel, Operand, Order, Place, RowPanels, Rows, Tile,
+            pack,
         },
         simd::{Float, inlined},
     },
@@ -286,7 +287,7 @@ pub(super) unsafe fn score_rows<'a, K: MicroKernel>(
     keys: usize,
     packed: &'a mut [f32],
 ) -> Left<'a> {
-    if K::IS_IN_PLACE {
+    if K::READS_LINES {
         return Left::Scores(scores);
     }
     let along = Operand::new(scores, BLOCK, Order::AlongDepth);
@@ -333,7 +334,7 @@ pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
         Start::Output if factor == 1.0 => Some(Write::Accumulate),
         _ => None,
     };
-    let in_place = in_place.filter(|_| K::IS_IN_PLACE);
+    let in_place = in_place.filter(|_| K::FINISHES_TILES);
     let mut tile = Tile::zeros();
     for row in (0..rows).step_by(K::ROWS) {
         let rows = row..rows.min(row + K::ROWS);
@@ -347,7 +348,7 @@ pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
             if columns.end <= needed.start || needed.end <= columns.start {
                 continue;
             }
-            let b = b[depth.start * K::COLUMNS..].as_ptr();
+            let b = Columns::cached(b[depth.start * K::COLUMNS..].as_ptr());
             if let Some(write) = in_place.filter(|_| rows.len() == K::ROWS && columns.len() == K::COLUMNS) {
                 assert!((rows.end - 1) * stride + columns.end <= sums.len());
                 let first = sums[row * stride + column..].as_mut_ptr();
@@ -357,10 +358,7 @@ pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
             }
             // SAFETY: as above, with the tile as the place.
             unsafe {
-                match a {
-                    Rows::Packed(a) => K::tile(depth.len(), a, b, &mut tile),
-                    a => K::finished_tile(depth.len(), a, b, &Place::whole(&mut tile, K::COLUMNS)),
-                }
+                K::tile(depth.len(), a, b, &mut tile);
             }
             V::run(inlined!(|| {
                 let targets = sums[rows.start * stride..].chunks_mut(stride).take(rows.len());

@@ -9,7 +9,9 @@ use std::arch::{aarch64::*, asm};
 use half::{bf16, f16};
 
 use super::{
-    kernel::{MicroKernel, Place, Rows, fetch, finish, outer_products_in_place, outer_products_of_lines},
+    kernel::{
+        Columns, MicroKernel, Place, Rows, fetch, finish, outer_products_in_place, outer_products_of_lines,
+    },
     lanes::{Dot, Lanes, dot, vector},
     operand::Order,
     store::Tile,
@@ -151,16 +153,16 @@ impl MicroKernel for Neon {
     const A_ORDER: Order = Order::AcrossDepth;
     const IS_IN_PLACE: bool = true;
 
-    unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+    unsafe fn tile(depth: usize, a: Rows, b: Columns, tile: &mut Tile) {
         // SAFETY: the caller's promise; the tile has room for the sums.
-        unsafe { Self::finished_tile(depth, Rows::Packed(a), b, &Place::whole(tile, COLUMNS)) }
+        unsafe { Self::finished_tile(depth, a, b, &Place::whole(tile, COLUMNS)) }
     }
 
-    unsafe fn finished_tile(depth: usize, a: Rows, b: *const u32, place: &Place) {
+    unsafe fn finished_tile(depth: usize, a: Rows, b: Columns, place: &Place) {
         // SAFETY: the caller's promise.
         unsafe {
             match a {
-                Rows::Packed(a) => lane_products(depth, a.cast(), b.cast(), place),
+                Rows::Packed(a) => lane_products(depth, a.cast(), b.units.cast(), place),
                 Rows::Lines(first, stride) => {
                     outer_products_in_place::<F32x4, ROWS, { COLUMNS / 4 }>(depth, (first, stride), b, place);
                 }
@@ -215,9 +217,9 @@ impl MicroKernel for NeonBf16 {
     const A_ORDER: Order = Order::AlongDepth;
     const B_ORDER: Order = Order::AlongDepth;
 
-    unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+    unsafe fn tile(depth: usize, a: Rows, b: Columns, tile: &mut Tile) {
         // SAFETY: the caller's promise.
-        unsafe { matrix_products(depth, a, b, tile) }
+        unsafe { matrix_products(depth, a.panel(), b.units, tile) }
     }
 }
 

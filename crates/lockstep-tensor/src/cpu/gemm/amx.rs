@@ -6,7 +6,7 @@
 //! assembly, because Rust has no stable intrinsics for the tiles.
 
 use super::{
-    kernel::MicroKernel,
+    kernel::{Columns, MicroKernel, Place, Rows},
     lanes::Bf16Pairs,
     operand::Order,
     pack::Packing,
@@ -14,6 +14,7 @@ use super::{
     thin::{self, Panel, PanelLines, ThinKernel, ThinRows, ThinScratch},
     transpose::{SIDE, Square},
 };
+use crate::Write;
 
 /// bf16 by AMX tiles.
 pub(in crate::cpu) struct Tiles;
@@ -72,6 +73,35 @@ macro_rules! fetch {
     };
 }
 
+/// Fetches twelve lines of a later panel of B into the L2 cache: three tiles of a task fetch it all.
+macro_rules! fetch_later {
+    () => {
+        concat!(
+            "prefetcht1 [{later}]\n prefetcht1 [{later} + 64]\n prefetcht1 [{later} + 128]\n",
+            "prefetcht1 [{later} + 192]\n prefetcht1 [{later} + 256]\n prefetcht1 [{later} + 320]\n",
+            "prefetcht1 [{later} + 384]\n prefetcht1 [{later} + 448]\n prefetcht1 [{later} + 512]\n",
+            "prefetcht1 [{later} + 576]\n prefetcht1 [{later} + 640]\n prefetcht1 [{later} + 704]\n",
+            "add {later}, 768\n",
+        )
+    };
+}
+
+/// Fetches a line of each of the next eight rows of A into the L1 cache.
+macro_rules! fetch_rows {
+    () => {
+        concat!(fetch_four_rows!(), fetch_four_rows!())
+    };
+}
+
+macro_rules! fetch_four_rows {
+    () => {
+        concat!(
+            "prefetcht0 [{row}]\n prefetcht0 [{row} + {a_stride}]\n prefetcht0 [{row} + 2*{a_stride}]\n",
+            "prefetcht0 [{row} + {three_strides}]\n lea {row}, [{row} + 4*{a_stride}]\n",
+        )
+    };
+}
+
 /// Loads a step of a panel of A, whose address is in the named operand.
 macro_rules! load_a {
     ($panel:literal) => {
@@ -100,26 +130,9 @@ macro_rules! load_b {
     };
 }
 
-macro_rules! clear_sums {
-    () => {
-        "tilezero tmm0\n tilezero tmm1\n tilezero tmm2\n tilezero tmm3\n"
-    };
-}
-
-macro_rules! store_sums {
-    () => {
-        concat!(
-            "tilestored [{c} + {b_stride}], tmm0\n",
-            "tilestored [{c} + {b_stride} + 64], tmm1\n",
-            "tilestored [{c} + {b_stride} + 2048], tmm2\n",
-            "tilestored [{c} + {b_stride} + 2112], tmm3\n",
-        )
-    };
-}
-
 /// Bytes between the rows of a tile of A, which are contiguous.
 const A_STRIDE: usize = 64;
-/// Bytes between the rows of a tile of B or C.
+/// Bytes between the rows of a tile of B, and of a [`Tile`].
 const B_STRIDE: usize = 128;
 /// Bytes of a panel, of A or of B, that a step reads.
 const STEP_BYTES: usize = 2048;
@@ -140,6 +153,66 @@ unsafe fn with_tiles<R>(configuration: &Configuration, work: impl FnOnce() -> R)
     result
 }
 
+/// Sets the sums, `tmm0` to `tmm3`, to zero.
+///
+/// # Safety
+/// The tiles must be those of [`Configuration::FULL`]. No tile register is live outside this file: the compiler uses none.
+#[inline(always)]
+unsafe fn clear_sums() {
+    // SAFETY: the caller's promise.
+    unsafe {
+        std::arch::asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack, nomem)
+        )
+    };
+}
+
+/// Loads the sums from 32 rows of 32 numbers, which are `stride` bytes apart.
+///
+/// # Safety
+/// As [`clear_sums`], and the numbers must be there.
+#[inline(always)]
+unsafe fn load_sums(first: *const f32, stride: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        std::arch::asm!(
+            "tileloadd tmm0, [{upper} + {stride}]",
+            "tileloadd tmm1, [{upper} + {stride} + 64]",
+            "tileloadd tmm2, [{lower} + {stride}]",
+            "tileloadd tmm3, [{lower} + {stride} + 64]",
+            upper = in(reg) first,
+            lower = in(reg) first.wrapping_byte_add(SIDE * stride),
+            stride = in(reg) stride,
+            options(nostack, readonly),
+        );
+    }
+}
+
+/// Stores the sums to 32 rows of 32 numbers, which are `stride` bytes apart.
+///
+/// # Safety
+/// As [`clear_sums`], and nothing else may use the numbers.
+#[inline(always)]
+unsafe fn store_sums(first: *mut f32, stride: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        std::arch::asm!(
+            "tilestored [{upper} + {stride}], tmm0",
+            "tilestored [{upper} + {stride} + 64], tmm1",
+            "tilestored [{lower} + {stride}], tmm2",
+            "tilestored [{lower} + {stride} + 64], tmm3",
+            upper = in(reg) first,
+            lower = in(reg) first.wrapping_byte_add(SIDE * stride),
+            stride = in(reg) stride,
+            options(nostack),
+        );
+    }
+}
+
 impl MicroKernel for Tiles {
     type Vector = Bf16Pairs;
     const ROWS: usize = 32;
@@ -147,40 +220,127 @@ impl MicroKernel for Tiles {
     const TASK_ROWS: usize = 96;
     const DEPTH: usize = 16;
     const A_ORDER: Order = Order::AlongDepth;
+    const FETCHED_UNITS: usize = 12;
+    const READS_LINES: bool = true;
+    const FINISHES_TILES: bool = true;
 
     unsafe fn prepared<R>(work: impl FnOnce() -> R) -> R {
         // SAFETY: the caller's promise.
         unsafe { with_tiles(&Configuration::FULL, work) }
     }
 
-    unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
-        // SAFETY: the tiles are configured (the caller's promise). A step reads 2 KiB of each panel, which
-        // hold `depth / 16` steps, and the four stores fill 32 rows of 128 bytes. No tile register is live
-        // outside: the compiler uses none.
+    unsafe fn tile(depth: usize, a: Rows, b: Columns, tile: &mut Tile) {
+        // SAFETY: the tiles are configured (the caller's promise), and the operands hold the depth.
         unsafe {
-            std::arch::asm!(
-                clear_sums!(),
-                "test {steps}, {steps}",
-                "jz 3f",
-                "2:",
-                load_a!("a"),
-                load_b!("b"),
-                products!("a" "b"),
-                "add {a}, 2048",
-                "add {b}, 2048",
-                "dec {steps}",
-                "jnz 2b",
-                "3:",
-                store_sums!(),
-                a = inout(reg) a => _,
-                b = inout(reg) b => _,
-                steps = inout(reg) depth / Self::DEPTH => _,
-                c = in(reg) tile.as_mut_ptr(),
-                a_stride = in(reg) A_STRIDE,
-                b_stride = in(reg) B_STRIDE,
-                options(nostack),
-            );
+            clear_sums();
+            add_products(depth / Self::DEPTH, a, b);
+            store_sums(tile.as_mut_ptr(), B_STRIDE);
         }
+    }
+
+    /// Adds to what is there product by product, where other kernels add the whole sum.
+    unsafe fn finished_tile(depth: usize, a: Rows, b: Columns, place: &Place) {
+        let stride = place.stride * size_of::<f32>();
+        // SAFETY: as above; the caller promises the place.
+        unsafe {
+            match place.write {
+                Write::Overwrite => clear_sums(),
+                Write::Accumulate => load_sums(place.first, stride),
+            }
+            add_products(depth / Self::DEPTH, a, b);
+            store_sums(place.first, stride);
+        }
+    }
+}
+
+/// Adds the products of rows of A and a panel of B to the sums.
+///
+/// # Safety
+/// As [`clear_sums`], and both operands must hold the steps.
+#[inline(always)]
+unsafe fn add_products(steps: usize, a: Rows, b: Columns) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match a {
+            _ if steps == 0 => {}
+            Rows::Packed(a) => multiply_panel(steps, a, b),
+            Rows::Lines(first, stride) => multiply_rows(steps, (first, stride), b),
+        }
+    }
+}
+
+/// Adds the products of packed panels to the sums.
+///
+/// # Safety
+/// As [`add_products`], of at least one step.
+#[inline(always)]
+unsafe fn multiply_panel(steps: usize, a: *const u32, b: Columns) {
+    // SAFETY: a step reads 2 KiB of each panel.
+    unsafe {
+        std::arch::asm!(
+            "2:",
+            load_a!("a"),
+            load_b!("b"),
+            products!("a" "b"),
+            fetch_later!(),
+            "add {a}, 2048",
+            "add {b}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            a = inout(reg) a => _,
+            b = inout(reg) b.units => _,
+            later = inout(reg) b.later => _,
+            steps = inout(reg) steps => _,
+            a_stride = in(reg) A_STRIDE,
+            b_stride = in(reg) B_STRIDE,
+            options(nostack, readonly),
+        );
+    }
+}
+
+/// Adds the products of 32 rows of A, which are read where they lie, and a packed panel to the sums.
+///
+/// # Safety
+/// As [`multiply_panel`].
+#[inline(always)]
+unsafe fn multiply_rows(steps: usize, (first, stride): (*const u32, usize), b: Columns) {
+    // SAFETY: a step reads 64 bytes of each row and 2 KiB of the panel.
+    unsafe {
+        std::arch::asm!(
+            "2:",
+            "tileloadd tmm4, [{a} + {a_stride}]",
+            load_b!("b"),
+            "tileloadd tmm5, [{lower} + {a_stride}]",
+            "lea {row}, [{a} + 64]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            fetch!("b", 2048 2112 2176 2240 2304 2368 2432 2496),
+            fetch_rows!(),
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            fetch!("b", 2560 2624 2688 2752 2816 2880 2944 3008),
+            fetch_rows!(),
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            fetch!("b", 3072 3136 3200 3264 3328 3392 3456 3520),
+            fetch_rows!(),
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            fetch!("b", 3584 3648 3712 3776 3840 3904 3968 4032),
+            fetch_rows!(),
+            fetch_later!(),
+            "add {a}, 64",
+            "add {lower}, 64",
+            "add {b}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            a = inout(reg) first => _,
+            lower = inout(reg) first.wrapping_byte_add(SIDE * stride) => _,
+            row = out(reg) _,
+            a_stride = in(reg) stride,
+            three_strides = in(reg) 3 * stride,
+            b = inout(reg) b.units => _,
+            later = inout(reg) b.later => _,
+            steps = inout(reg) steps => _,
+            b_stride = in(reg) B_STRIDE,
+            options(nostack, readonly),
+        );
     }
 }
 
@@ -235,15 +395,15 @@ impl MicroKernel for SplitTiles {
 
     /// Sums the six products of parts whose ranks, counted from 0, add up to 2 at most. The small products come
     /// first, so that the sum is rounded at its full size as rarely as possible.
-    unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+    unsafe fn tile(depth: usize, a: Rows, b: Columns, tile: &mut Tile) {
         let steps = depth / Self::DEPTH;
         let plane_bytes = steps * STEP_BYTES;
         let parts = |panel: *const u32| [0, 1, 2].map(|part| panel.wrapping_byte_add(part * plane_bytes));
-        let ([a0, a1, a2], [b0, b1, b2]) = (parts(a), parts(b));
+        let ([a0, a1, a2], [b0, b1, b2]) = (parts(a.panel()), parts(b.units));
         // SAFETY: as for `Tiles`; each panel holds three planes of `depth / 16` steps.
         unsafe {
+            clear_sums();
             std::arch::asm!(
-                clear_sums!(),
                 "test {steps}, {steps}",
                 "jz 4f",
                 "xor {offset:e}, {offset:e}",
@@ -279,7 +439,6 @@ impl MicroKernel for SplitTiles {
                 "dec {steps}",
                 "jnz 3b",
                 "4:",
-                store_sums!(),
                 a0 = inout(reg) a0 => _,
                 a1 = inout(reg) a1 => _,
                 a2 = inout(reg) a2 => _,
@@ -289,11 +448,11 @@ impl MicroKernel for SplitTiles {
                 steps = inout(reg) steps => _,
                 offset = out(reg) _,
                 plane = in(reg) plane_bytes,
-                c = in(reg) tile.as_mut_ptr(),
                 a_stride = in(reg) A_STRIDE,
                 b_stride = in(reg) B_STRIDE,
-                options(nostack),
+                options(nostack, readonly),
             );
+            store_sums(tile.as_mut_ptr(), B_STRIDE);
         }
     }
 }

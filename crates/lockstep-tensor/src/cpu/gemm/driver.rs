@@ -17,7 +17,7 @@ use std::{
 
 use super::{
     blocks::{Blocks, Grain},
-    kernel::{ColumnPanels, MicroKernel, Place},
+    kernel::{ColumnPanels, Columns, MicroKernel, Place},
     lanes::Dot,
     pack::{Factors, Packing},
     problem::Problem,
@@ -350,17 +350,21 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let packed_rows = TaskRows::new::<K, U>(a, rows.clone(), self.depth.clone(), units, &mut scratch);
 
         let column_panel_units = U::panel_units::<ColumnPanels<K>>(units);
-        let [later_rows, _] = match next.filter(|next| *next < tasks.count()) {
+        let [later_rows, later_columns] = match next.filter(|next| *next < tasks.count()) {
             Some(next) => tasks.ranges(next, &self.rows, &self.columns),
-            None => [0..0, 0..0],
+            None => [0..0, columns.clone()],
         };
         let tiles = columns.len().div_ceil(K::COLUMNS) * rows.len().div_ceil(K::ROWS);
         let mut lookahead = Lookahead::new(a, later_rows, self.depth.clone(), tiles);
 
         let mut tile = Tile::zeros();
         for column in columns.clone().step_by(K::COLUMNS) {
-            let index = (column - self.columns.start) / K::COLUMNS;
-            let packed_b = panel(packed_columns, index, column_panel_units);
+            let panel_of = |column: usize| {
+                panel(packed_columns, (column - self.columns.start) / K::COLUMNS, column_panel_units)
+            };
+            let packed_b = panel_of(column);
+            let later = column + K::COLUMNS;
+            let later_b = panel_of(if later < columns.end { later } else { later_columns.start });
             for (index, row) in rows.clone().step_by(K::ROWS).enumerate() {
                 let (row_end, column_end) =
                     (rows.end.min(row + K::ROWS), columns.end.min(column + K::COLUMNS));
@@ -377,10 +381,12 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                 if U::is_exceptional(packed_b) {
                     U::exceptional_tile(&factors(), &mut tile, K::COLUMNS);
                 } else {
+                    let later = later_b.as_ptr().wrapping_add(index * units * K::FETCHED_UNITS);
+                    let b = Columns { units: packed_b.as_ptr(), later };
                     // SAFETY: the level has the kernel's instructions, the thread is prepared, and the panel of B
                     // holds `units`. Only this task uses this tile of C.
                     let is_exceptional =
-                        unsafe { packed_rows.multiply::<K, U>(index, units, packed_b, place, &mut tile) };
+                        unsafe { packed_rows.multiply::<K, U>(index, units, b, place, &mut tile) };
                     if is_exceptional {
                         U::exceptional_rows(&factors(), &mut tile, K::COLUMNS);
                     }

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Write,
-    cpu::simd::{CACHE_LINE_BYTES, prefetch},
+    cpu::simd::{CACHE_LINE_BYTES, inlined, prefetch, prefetch_to_l1},
 };
 
 /// The product of two packed panels on one CPU level.
@@ -34,8 +34,15 @@ pub(in crate::cpu) trait MicroKernel {
     const A_ORDER: Order;
     /// Order of the units of B in a panel.
     const B_ORDER: Order = Order::AcrossDepth;
-    /// True if the kernel can read rows of A and write tiles of C in place: [`MicroKernel::tile_of_lines`] and
-    /// [`MicroKernel::finished_tile`].
+    /// Number of units of a later panel of B that the kernel fetches for each unit of depth. A panel that other tasks packed or used lies
+    /// in the L3 cache, and all tiles of a task fetch it together.
+    const FETCHED_UNITS: usize = 0;
+    /// True if the kernel can read rows of A where they lie: [`Rows::Lines`].
+    const READS_LINES: bool = Self::IS_IN_PLACE;
+    /// True if the kernel can write tiles of C where they belong: [`MicroKernel::finished_tile`].
+    const FINISHES_TILES: bool = Self::IS_IN_PLACE;
+    /// True if the kernel can do both, adds what is in C after all products, as other code does, and can read segments of lines:
+    /// [`MicroKernel::tile_of_lines`].
     const IS_IN_PLACE: bool = false;
 
     /// Runs `work` with the thread in the state that [`MicroKernel::tile`] needs.
@@ -46,12 +53,12 @@ pub(in crate::cpu) trait MicroKernel {
         work()
     }
 
-    /// Writes the product of a panel of A and a panel of B, `ROWS × COLUMNS` with contiguous rows, to `tile`.
+    /// Writes the product of rows of A and a panel of B, `ROWS × COLUMNS` with contiguous rows, to `tile`.
     ///
     /// # Safety
-    /// The CPU must have the kernel's instructions, the thread must be prepared, and both panels must hold
+    /// The CPU must have the kernel's instructions, the thread must be prepared, and both operands must hold
     /// `depth` units, a multiple of `DEPTH`.
-    unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile);
+    unsafe fn tile(depth: usize, a: Rows, b: Columns, tile: &mut Tile);
 
     /// Writes the product of lines of A, which are read where they lie, and a panel of B as [`MicroKernel::tile`] does.
     ///
@@ -65,10 +72,25 @@ pub(in crate::cpu) trait MicroKernel {
     /// Writes the product of rows of A and a panel of B, finished, to its place in C.
     ///
     /// # Safety
-    /// As [`MicroKernel::tile`]. The rows must hold `depth` units, and nothing else may use the place in C.
-    unsafe fn finished_tile(depth: usize, a: Rows, b: *const u32, place: &Place) {
+    /// As [`MicroKernel::tile`]. Nothing else may use the place in C, which has no bias if the kernel is not in place.
+    unsafe fn finished_tile(depth: usize, a: Rows, b: Columns, place: &Place) {
         let _ = (depth, a, b, place);
         unreachable!("the kernel writes no finished tiles");
+    }
+}
+
+/// The columns of B of a tile: a packed panel, and what is fetched into the L2 cache meanwhile.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Columns {
+    pub(super) units: *const u32,
+    /// The part of a later panel that is fetched: [`MicroKernel::FETCHED_UNITS`] for each unit of depth.
+    pub(super) later: *const u32,
+}
+
+impl Columns {
+    /// Returns the columns of a panel that lies in a cache, as all others do.
+    pub(in crate::cpu) fn cached(units: *const u32) -> Self {
+        Self { units, later: units }
     }
 }
 
@@ -79,6 +101,17 @@ pub(in crate::cpu) enum Rows {
     Packed(*const u32),
     /// Lines of units along the depth, read where they lie: the first one, and the bytes from one to the next.
     Lines(*const u32, usize),
+}
+
+impl Rows {
+    /// Returns the packed panel, for a kernel that reads no lines.
+    #[inline(always)]
+    pub(super) fn panel(self) -> *const u32 {
+        match self {
+            Self::Packed(panel) => panel,
+            Self::Lines(..) => unreachable!("the kernel reads no lines"),
+        }
+    }
 }
 
 /// The place of a tile in an f32 matrix, and the terms that are added to its sums: first the bias, then what is there.
@@ -132,13 +165,8 @@ pub(super) unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const 
                 offset => elements.add(offset as usize),
             });
             for index in 0..segment[ROWS] as usize {
-                let columns: [V; VECTORS] = std::array::from_fn(|j| V::load(b.add(j * V::COUNT)));
-                for (row, line) in sums.iter_mut().zip(rows) {
-                    let x = V::splat(*line.add(index));
-                    for (sum, y) in row.iter_mut().zip(columns) {
-                        *sum = V::multiply_add(x, y, *sum);
-                    }
-                }
+                let columns: [V; VECTORS] = load_step(b);
+                add_products(&mut sums, columns, |i| *rows[i].add(index));
                 b = b.add(VECTORS * V::COUNT);
             }
         }
@@ -152,6 +180,50 @@ pub(super) fn fetch<const ROWS: usize>(place: &Place, columns: usize) {
     for row in 0..ROWS {
         for column in (0..columns).step_by(CACHE_LINE_BYTES / size_of::<f32>()) {
             prefetch(place.first.wrapping_add(row * place.stride + column));
+        }
+    }
+}
+
+/// Distance, in steps of depth, at which a panel of B is fetched into the L1 cache. A panel lies in the L2 cache, whose latency is hidden
+/// badly on a core whose other hardware thread is busy.
+const STEPS_AHEAD: usize = 8;
+
+/// Loads a step of a panel of B, and fetches a later one.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`, and the step must lie in the panel.
+#[inline(always)]
+unsafe fn load_step<V: Lanes, const VECTORS: usize>(b: *const u32) -> [V; VECTORS] {
+    let step = VECTORS * V::COUNT;
+    for unit in (0..step).step_by(CACHE_LINE_BYTES / size_of::<u32>()) {
+        prefetch_to_l1(b.wrapping_add(STEPS_AHEAD * step + unit));
+    }
+    // SAFETY: the caller's promise.
+    std::array::from_fn(|j| unsafe { V::load(b.add(j * V::COUNT)) })
+}
+
+/// Steps of depth that the loops of a product unroll. Counting and addresses take every tenth of the instructions otherwise.
+const STEPS_AT_ONCE: usize = 4;
+/// Units of a later panel of B that those steps fetch: a cache line.
+const LATER_UNITS: usize = CACHE_LINE_BYTES / size_of::<u32>();
+
+/// Adds the products of a column of A, whose unit in a row is `x`, and a step of B to the sums.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn add_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    sums: &mut [[V; VECTORS]; ROWS],
+    columns: [V; VECTORS],
+    x: impl Fn(usize) -> u32,
+) {
+    for (i, row) in sums.iter_mut().enumerate() {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = V::splat(x(i));
+            for (sum, y) in row.iter_mut().zip(columns) {
+                *sum = V::multiply_add(x, y, *sum);
+            }
         }
     }
 }
@@ -213,7 +285,7 @@ impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
 unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     depth: usize,
     mut a: *const u32,
-    mut b: *const u32,
+    Columns { units: mut b, mut later }: Columns,
     place: &Place,
 ) {
     fetch::<ROWS>(place, VECTORS * V::COUNT);
@@ -221,16 +293,21 @@ unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     // and room for the sums.
     unsafe {
         let mut sums = [[V::zero(); VECTORS]; ROWS];
-        for _ in 0..depth {
-            let columns: [V; VECTORS] = std::array::from_fn(|j| V::load(b.add(j * V::COUNT)));
-            for (i, row) in sums.iter_mut().enumerate() {
-                let x = V::splat(*a.add(i));
-                for (sum, y) in row.iter_mut().zip(columns) {
-                    *sum = V::multiply_add(x, y, *sum);
-                }
+        let mut add_steps = inlined!(|steps: usize| {
+            for step in 0..steps {
+                let columns: [V; VECTORS] = load_step(b.add(step * VECTORS * V::COUNT));
+                add_products(&mut sums, columns, |i| *a.add(step * ROWS + i));
             }
-            a = a.add(ROWS);
-            b = b.add(VECTORS * V::COUNT);
+            a = a.add(steps * ROWS);
+            b = b.add(steps * VECTORS * V::COUNT);
+        });
+        for _ in 0..depth / STEPS_AT_ONCE {
+            add_steps(STEPS_AT_ONCE);
+            prefetch(later);
+            later = later.wrapping_add(LATER_UNITS);
+        }
+        for _ in 0..depth % STEPS_AT_ONCE {
+            add_steps(1);
         }
         finish(sums, place);
     }
@@ -247,7 +324,7 @@ const ROWS_OF_ADDRESS: usize = 3;
 pub(super) unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     depth: usize,
     (a, stride): (*const u32, usize),
-    mut b: *const u32,
+    Columns { units: mut b, mut later }: Columns,
     place: &Place,
 ) {
     fetch::<ROWS>(place, VECTORS * V::COUNT);
@@ -261,19 +338,26 @@ pub(super) unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const 
             // Opaque, or the compiler adds up all addresses anew in each step.
             *line = hint::black_box(a.wrapping_byte_add(i * ROWS_OF_ADDRESS * stride));
         }
-        for _ in 0..depth {
-            let columns: [V; VECTORS] = std::array::from_fn(|j| V::load(b.add(j * V::COUNT)));
-            for (i, row) in sums.iter_mut().enumerate() {
-                let line = lines[i / ROWS_OF_ADDRESS].wrapping_byte_add(i % ROWS_OF_ADDRESS * stride);
-                let x = V::splat(line.read_unaligned());
-                for (sum, y) in row.iter_mut().zip(columns) {
-                    *sum = V::multiply_add(x, y, *sum);
-                }
+        let mut add_steps = inlined!(|steps: usize| {
+            for step in 0..steps {
+                let columns: [V; VECTORS] = load_step(b.add(step * VECTORS * V::COUNT));
+                add_products(&mut sums, columns, |i| {
+                    let line = lines[i / ROWS_OF_ADDRESS].wrapping_byte_add(i % ROWS_OF_ADDRESS * stride);
+                    line.wrapping_add(step).read_unaligned()
+                });
             }
             for line in &mut lines[..ROWS.div_ceil(ROWS_OF_ADDRESS)] {
-                *line = line.wrapping_add(1);
+                *line = line.wrapping_add(steps);
             }
-            b = b.add(VECTORS * V::COUNT);
+            b = b.add(steps * VECTORS * V::COUNT);
+        });
+        for _ in 0..depth / STEPS_AT_ONCE {
+            add_steps(STEPS_AT_ONCE);
+            prefetch(later);
+            later = later.wrapping_add(LATER_UNITS);
+        }
+        for _ in 0..depth % STEPS_AT_ONCE {
+            add_steps(1);
         }
         finish(sums, place);
     }
@@ -292,6 +376,7 @@ macro_rules! outer_product_kernel {
             const TASK_ROWS: usize = 2 * $rows;
             const DEPTH: usize = 1;
             const A_ORDER: Order = Order::AcrossDepth;
+            const FETCHED_UNITS: usize = LATER_UNITS / STEPS_AT_ONCE;
             const IS_IN_PLACE: bool = true;
 
             unsafe fn tile_of_lines(elements: *const u32, lines: &[u64], b: *const u32, tile: &mut Tile) {
@@ -303,13 +388,13 @@ macro_rules! outer_product_kernel {
                 }
             }
 
-            unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+            unsafe fn tile(depth: usize, a: Rows, b: Columns, tile: &mut Tile) {
                 const { assert!($rows * Self::COLUMNS <= Tile::ELEMENTS) };
                 // SAFETY: the caller's promise; the tile has room for the sums, as just checked.
-                unsafe { Self::finished_tile(depth, Rows::Packed(a), b, &Place::whole(tile, Self::COLUMNS)) };
+                unsafe { Self::finished_tile(depth, a, b, &Place::whole(tile, Self::COLUMNS)) };
             }
 
-            unsafe fn finished_tile(depth: usize, a: Rows, b: *const u32, place: &Place) {
+            unsafe fn finished_tile(depth: usize, a: Rows, b: Columns, place: &Place) {
                 // SAFETY: the caller's promise.
                 unsafe {
                     Self::Vector::compiled(|| match a {

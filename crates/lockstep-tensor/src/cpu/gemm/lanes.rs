@@ -12,9 +12,12 @@ use super::decode_pairs;
 use super::{
     block_lines::BlockLines,
     transpose,
-    transpose::{Block, Square},
+    transpose::{Block, SIDE, Square},
 };
 use crate::{CpuLevel, cpu::simd::Float};
+
+/// Lines that [`Lanes::transpose_pairs`] transposes at a time, and elements of each.
+pub(super) const PAIR_LINES: usize = 2 * SIDE;
 
 /// A vector of [`Lanes::COUNT`] lanes.
 ///
@@ -41,14 +44,21 @@ pub(in crate::cpu) trait Lanes: Copy {
     unsafe fn transpose(block: &mut Block);
     /// Transposes a square of 32-bit words into another place. The lines of the source may lie at any address.
     unsafe fn transpose_into(source: Square<*const u32>, target: Square<*mut u32>);
-    /// True if [`Lanes::decode_pairs`] can be called.
-    const DECODES_PAIRS: bool = false;
+    /// True if the units are pairs of bf16, and [`Lanes::decode_pairs`] and [`Lanes::transpose_pairs`] can be called.
+    const MAKES_PAIRS: bool = false;
 
     /// Decodes the chunk from element `start` on of 16 lines from `first` on as pairs of bf16: unit `u` of line `l` goes to
     /// `target[u · stride + l]`.
     unsafe fn decode_pairs(lines: &BlockLines<'_>, first: usize, start: usize, target: Square<*mut u32>) {
         let _ = (lines, first, start, target);
-        unreachable!("these vectors decode no pairs")
+        unreachable!("these vectors make no pairs")
+    }
+
+    /// Transposes [`PAIR_LINES`] lines of as many bf16, which are `stride` elements apart: the pair of the elements `e` of lines `2 u` and
+    /// `2 u + 1` goes to `target[e · stride + u]`.
+    unsafe fn transpose_pairs(lines: *const bf16, stride: usize, target: Square<*mut u32>) {
+        let _ = (lines, stride, target);
+        unreachable!("these vectors make no pairs")
     }
 
     /// Writes the sums to any address.
@@ -190,12 +200,18 @@ macro_rules! vector {
             }
 
             $(
-                const DECODES_PAIRS: bool = true;
+                const MAKES_PAIRS: bool = true;
 
                 #[inline(always)]
                 unsafe fn decode_pairs(lines: &BlockLines<'_>, first: usize, start: usize, target: Square<*mut u32>) {
                     // SAFETY: the caller's promise.
                     unsafe { $decoding::decode_pairs(lines, first, start, target) }
+                }
+
+                #[inline(always)]
+                unsafe fn transpose_pairs(lines: *const bf16, stride: usize, target: Square<*mut u32>) {
+                    // SAFETY: the caller's promise.
+                    unsafe { transpose::transpose_pairs_avx512(lines, stride, target) }
                 }
             )?
 

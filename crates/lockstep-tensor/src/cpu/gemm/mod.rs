@@ -66,7 +66,7 @@ pub(super) mod panels {
         kernel::{Avx512DotBlock, Avx512DotFour, Avx512DotTwo},
     };
     pub(in crate::cpu) use super::{
-        kernel::{ColumnPanels, MicroKernel, Place, RowPanels, Rows},
+        kernel::{ColumnPanels, Columns, MicroKernel, Place, RowPanels, Rows},
         operand::{Operand, Order},
         pack::pack,
         store::Tile,

@@ -12,7 +12,7 @@ use lockstep_plan::DType;
 use super::{
     block_lines::{BlockLines, CHUNK, CHUNK_BYTES, decode_line},
     image,
-    lanes::Lanes,
+    lanes::{Lanes, PAIR_LINES},
     operand::{Form, Operand, Order},
     store::Tile,
     transpose::{Block, SIDE, Square},
@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     Element,
-    cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch},
+    cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch, prefetch_to_l1},
 };
 
 /// Prefetch distance, in units of depth, of lines across the depth.
@@ -202,9 +202,8 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
     panels: &mut [u32],
 ) {
     const { assert!(P::WIDTH <= MOST_LINES) };
-    let are_pairs = U::Source::DTYPE == DType::BF16 && U::ELEMENTS == 2;
     let are_squares = P::ORDER == Order::AcrossDepth && P::WIDTH.is_multiple_of(SIDE);
-    let decodes_pairs = V::DECODES_PAIRS && are_pairs && are_squares;
+    let decodes_pairs = V::MAKES_PAIRS && are_pairs::<U>() && are_squares;
     for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
         let first = (outer.start + index * P::WIDTH).min(outer.end);
         let own = first..outer.end.min(first + P::WIDTH);
@@ -377,6 +376,12 @@ unsafe fn pack_matrix<V: Lanes, U: Unit, P: PanelShape>(
             });
             blocks::<P>(outer, depth, units, U::ELEMENTS, panels, read);
         }
+        (Order::AcrossDepth, Order::AlongDepth)
+            if V::MAKES_PAIRS && are_pairs::<U>() && P::WIDTH == PAIR_LINES && P::DEPTH == SIDE =>
+        {
+            // SAFETY: the caller's promise.
+            unsafe { transpose_pairs::<V, U, P>(&matrix, outer, depth, units, panels) };
+        }
         (Order::AcrossDepth, Order::AlongDepth) => {
             let read = inlined!(|block: &mut Block, outer: Range<usize>, depth: Range<usize>| {
                 read_across::<U>(&matrix, outer, depth, block);
@@ -384,6 +389,55 @@ unsafe fn pack_matrix<V: Lanes, U: Unit, P: PanelShape>(
                 unsafe { V::transpose(block) };
             });
             blocks::<P>(outer, depth, units, U::ELEMENTS, panels, read);
+        }
+    }
+}
+
+/// Returns true if units are pairs of bf16.
+const fn are_pairs<U: Unit>() -> bool {
+    matches!(U::Source::DTYPE, DType::BF16) && U::ELEMENTS == 2
+}
+
+/// Packs bf16 that are contiguous across the depth as pairs into panels along it, whole squares from memory to memory.
+///
+/// # Safety
+/// As [`pack`].
+#[inline(always)]
+unsafe fn transpose_pairs<V: Lanes, U: Unit, P: PanelShape>(
+    matrix: &Matrix<'_, U::Source>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    let Matrix { elements, stride } = *matrix;
+    let whole_units = depth.len() / PAIR_LINES * SIDE;
+    for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+        let first = outer.start + index * P::WIDTH;
+        let own = first..outer.end.min(first + P::WIDTH);
+        let from = if own.len() == P::WIDTH { whole_units } else { 0 };
+        for unit in (0..from).step_by(SIDE) {
+            let place = (depth.start + unit * U::ELEMENTS) * stride + first;
+            // All lines of the square: the last one ends here.
+            let source = &elements[place..][..(PAIR_LINES - 1) * stride + P::WIDTH];
+            let target = &mut panel[unit * P::WIDTH..][..SIDE * P::WIDTH];
+            for line in PAIR_LINES..2 * PAIR_LINES {
+                prefetch_to_l1(source.as_ptr().wrapping_add(line * stride));
+            }
+            // SAFETY: the lines lie in `source`, their pairs in `target`; the caller promises the instructions.
+            unsafe {
+                let target = Square { first: target.as_mut_ptr(), stride: SIDE };
+                V::transpose_pairs(source.as_ptr().cast(), stride, target);
+            }
+        }
+        if from < units {
+            let depth = depth.start + from * U::ELEMENTS..depth.end;
+            let read = inlined!(|block: &mut Block, outer: Range<usize>, depth: Range<usize>| {
+                read_across::<U>(matrix, outer, depth, block);
+                // SAFETY: the caller's promise.
+                unsafe { V::transpose(block) };
+            });
+            blocks::<P>(own, depth, units - from, U::ELEMENTS, &mut panel[from * P::WIDTH..], read);
         }
     }
 }

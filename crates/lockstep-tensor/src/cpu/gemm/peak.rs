@@ -11,13 +11,13 @@ use super::lanes::{Lanes, Plain};
 #[cfg(target_arch = "aarch64")]
 use super::{
     aarch64::{F32x4, NeonBf16},
-    kernel::MicroKernel,
+    kernel::{Columns, MicroKernel, Rows},
     store::Tile,
 };
 #[cfg(target_arch = "x86_64")]
 use super::{
     amx,
-    kernel::MicroKernel,
+    kernel::{Columns, MicroKernel, Rows},
     lanes::{Bf16Pairs, F32x8, F32x16},
     store::Tile,
 };
@@ -121,7 +121,7 @@ fn tile_loop<K: MicroKernel>() -> f64 {
     unsafe {
         K::prepared(|| {
             for _ in 0..ROUNDS {
-                K::tile(UNITS, panel.as_ptr(), panel.as_ptr(), &mut tile);
+                K::tile(UNITS, Rows::Packed(panel.as_ptr()), Columns::cached(panel.as_ptr()), &mut tile);
             }
         });
     }

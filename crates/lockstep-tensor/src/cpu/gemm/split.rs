@@ -13,7 +13,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::{
-    kernel::{Avx512, ColumnPanels, MicroKernel, RowPanels},
+    kernel::{Avx512, ColumnPanels, Columns, MicroKernel, RowPanels, Rows},
     lanes::Lanes,
     operand::Operand,
     pack::{Factors, Packing, pack},
@@ -171,7 +171,8 @@ impl Packing for ThreeParts {
                     packed_b,
                 );
                 for (index, panel) in packed_a.chunks_exact(Avx512::ROWS * units).enumerate() {
-                    Avx512::tile(units, panel.as_ptr(), packed_b.as_ptr(), &mut product);
+                    let (a, b) = (Rows::Packed(panel.as_ptr()), Columns::cached(packed_b.as_ptr()));
+                    Avx512::tile(units, a, b, &mut product);
                     let first = index * Avx512::ROWS;
                     let count = Avx512::ROWS.min(rows.len() - first);
                     tile.add_rows(first, &product, count, tile_columns);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{
     image::locate,
-    kernel::{MicroKernel, Place, RowPanels, Rows},
+    kernel::{Columns, MicroKernel, Place, RowPanels, Rows},
     lanes::Lanes,
     operand::Operand,
     pack::Packing,
@@ -30,7 +30,7 @@ impl<'a> TaskRows<'a> {
     /// Returns true if rows with `depth` elements need no packing.
     pub(super) fn can_be_lines<K: MicroKernel, U: Packing>(a: &Operand<'_, U::Source>, depth: usize) -> bool {
         let are_units = U::IS_STORED_ALONG && depth.is_multiple_of(U::ELEMENTS * K::DEPTH);
-        K::IS_IN_PLACE && are_units && a.is_stored_along_depth()
+        K::READS_LINES && are_units && a.is_stored_along_depth()
     }
 
     /// Packs the rows into scratch memory, or notes the places of lines that need no packing.
@@ -68,33 +68,33 @@ impl<'a> TaskRows<'a> {
         &self,
         index: usize,
         units: usize,
-        b: &[u32],
+        b: Columns,
         place: Option<Place>,
         tile: &mut Tile,
     ) -> bool {
-        let b = b.as_ptr();
+        let mut multiply = |a: Rows| {
+            // SAFETY: the caller's promise; both operands hold `units`.
+            unsafe {
+                match place {
+                    Some(place) => K::finished_tile(units, a, b, &place),
+                    None => K::tile(units, a, b, tile),
+                }
+            }
+        };
         match *self {
             Self::Packed(panels, panel_units) => {
                 let a = panel(panels, index, panel_units);
-                // SAFETY: the caller's promise; both panels hold `units`.
-                unsafe {
-                    match place {
-                        Some(place) => K::finished_tile(units, Rows::Packed(a.as_ptr()), b, &place),
-                        None => K::tile(units, a.as_ptr(), b, tile),
-                    }
-                }
+                multiply(Rows::Packed(a.as_ptr()));
                 U::is_exceptional(a)
             }
             Self::Lines(lines) => {
-                let place = place.unwrap_or_else(|| Place::whole(tile, K::COLUMNS));
-                // SAFETY: the caller's promise; the lines hold `units`.
-                unsafe { K::finished_tile(units, lines.panel(index, K::ROWS), b, &place) };
+                multiply(lines.panel(index, K::ROWS));
                 false
             }
             Self::Segments(elements, table, panel_len) => {
                 let lines = &table[index * panel_len..][..panel_len];
                 // SAFETY: the caller's promise; the lines lie in the operand and are `units` long.
-                unsafe { K::tile_of_lines(elements, lines, b, tile) };
+                unsafe { K::tile_of_lines(elements, lines, b.units, tile) };
                 false
             }
         }
@@ -130,7 +130,7 @@ impl TaskLines {
     ) -> Self {
         let line = |row: usize| &a.line(row)[depth.clone()];
         let stride = size_of_val(a.line(0));
-        let copied_from = if competes_for_sets(stride) { 0 } else { rows.len() / K::ROWS };
+        let copied_from = if compete_for_sets(K::ROWS, stride) { 0 } else { rows.len() / K::ROWS };
         let first_copied = rows.start + copied_from * K::ROWS;
         // An odd number of cache lines: neighbours lie in different sets.
         let copied_stride = (size_of_val(line(rows.start)).div_ceil(CACHE_LINE_BYTES) | 1) * CACHE_LINE_BYTES;
@@ -210,13 +210,15 @@ impl Lookahead {
     }
 }
 
-/// Returns true if lines `stride` bytes apart begin in so few sets of the L1 cache that a panel of them does not stay there.
-fn competes_for_sets(stride: usize) -> bool {
+/// Returns true if lines `stride` bytes apart begin in so few sets of the L1 cache that a panel of `rows` of them does not stay there.
+fn compete_for_sets(rows: usize, stride: usize) -> bool {
     /// Bytes after which the sets of an L1 cache repeat.
     const PERIOD: usize = 4096;
+    /// Ways of a set that the lines may take: half of those of most caches.
+    const WAYS: usize = 4;
     // The power of two in the stride: lines begin in `PERIOD / step` places of the period.
     let step = 1 << (stride | PERIOD).trailing_zeros();
-    PERIOD / step < 4
+    rows.div_ceil(PERIOD / step) > WAYS
 }
 
 /// Returns panel `index` of panels of `units` units.

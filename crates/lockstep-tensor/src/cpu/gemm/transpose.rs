@@ -4,6 +4,9 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
+
 use crate::cpu::simd::prefetch;
 
 /// Side of the blocks that are read, transposed and written at once.
@@ -84,6 +87,34 @@ pub(super) unsafe fn transpose_square_avx512(source: Square<*const u32>, target:
     for (i, row) in rows.iter().enumerate() {
         // SAFETY: a line of the square is 16 units.
         unsafe { _mm512_storeu_si512(target.first.add(i * target.stride).cast(), *row) };
+    }
+}
+
+/// Transposes lines of bf16 as [`Lanes::transpose_pairs`](super::lanes::Lanes::transpose_pairs) does. Pairs are made by instructions that
+/// work on each quarter of a vector, so that the two halves of a line's quarters are transposed apart.
+///
+/// # Safety
+/// The CPU must have the instructions, the lines 32 elements each, and the target room for 32 lines of 16 units.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) unsafe fn transpose_pairs_avx512(lines: *const bf16, stride: usize, target: Square<*mut u32>) {
+    let zero = _mm512_setzero_si512();
+    let (mut low, mut high) = ([zero; SIDE], [zero; SIDE]);
+    for (unit, (low, high)) in low.iter_mut().zip(&mut high).enumerate() {
+        // SAFETY: a line is 32 elements.
+        let [first, second] = [2 * unit, 2 * unit + 1]
+            .map(|line| unsafe { _mm512_loadu_si512(lines.add(line * stride).cast()) });
+        *low = _mm512_unpacklo_epi16(first, second);
+        *high = _mm512_unpackhi_epi16(first, second);
+    }
+    for (half, mut rows) in [low, high].into_iter().enumerate() {
+        transpose_vectors(&mut rows);
+        for (column, row) in rows.iter().enumerate() {
+            let element = column / 4 * 8 + half * 4 + column % 4;
+            // SAFETY: the target has a line of 16 units for each element.
+            unsafe { _mm512_storeu_si512(target.first.add(element * target.stride).cast(), *row) };
+        }
     }
 }
 

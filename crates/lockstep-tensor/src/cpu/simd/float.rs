@@ -182,6 +182,17 @@ unsafe fn round_rows_to_bf16<'a>(
 fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
     use std::arch::x86_64::*;
     const COUNT: usize = 16;
+    const PAIR: usize = 2 * COUNT;
+    let whole = from.len().min(to.len()) / PAIR * PAIR;
+    let ((pairs, from), (target_pairs, to)) = (from.split_at(whole), to.split_at_mut(whole));
+    for (from, to) in pairs.as_chunks::<PAIR>().0.iter().zip(target_pairs.as_chunks_mut::<PAIR>().0) {
+        // SAFETY: the arrays hold the two vectors that are read and the one that is written, of the same 512 bits.
+        unsafe {
+            let (low, high) = (_mm512_loadu_ps(from.as_ptr()), _mm512_loadu_ps(from[COUNT..].as_ptr()));
+            let rounded = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), rounded);
+        }
+    }
     for (from, to) in from.chunks(COUNT).zip(to.chunks_mut(COUNT)) {
         let present: __mmask16 = __mmask16::MAX >> (COUNT - from.len().min(to.len()));
         // SAFETY: only elements of the slices are read and written; the two vectors are the same 256 bits.

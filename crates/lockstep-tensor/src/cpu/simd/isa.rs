@@ -94,20 +94,34 @@ pub(crate) fn avx2<R>(work: impl FnOnce() -> R) -> R {
 /// Size of a cache line, in bytes.
 pub(crate) const CACHE_LINE_BYTES: usize = 64;
 
-/// Prefetches a cache line into the L2 cache. Any address is allowed.
-#[inline(always)]
-pub(crate) fn prefetch<T>(address: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch reads nothing and never faults; every x86-64 CPU has it.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T1>(address.cast());
-    }
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: a prefetch reads nothing and never faults.
-    unsafe {
-        std::arch::asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, readonly, preserves_flags));
-    }
-    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    let _ = address;
+/// Declares a function that prefetches a cache line.
+macro_rules! prefetching {
+    ($(#[$doc:meta])* $name:ident, $hint:ident, $instruction:literal) => {
+        $(#[$doc])*
+        #[inline(always)]
+        pub(crate) fn $name<T>(address: *const T) {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a prefetch reads nothing and never faults; every x86-64 CPU has it.
+            unsafe {
+                use std::arch::x86_64::{$hint, _mm_prefetch};
+                _mm_prefetch::<$hint>(address.cast());
+            }
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: a prefetch reads nothing and never faults.
+            unsafe {
+                std::arch::asm!($instruction, in(reg) address, options(nostack, readonly, preserves_flags));
+            }
+            #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+            let _ = address;
+        }
+    };
 }
+
+prefetching!(
+    /// Prefetches a cache line into the L2 cache. Any address is allowed.
+    prefetch, _MM_HINT_T1, "prfm pldl2keep, [{0}]"
+);
+prefetching!(
+    /// Prefetches a cache line into the L1 cache. Any address is allowed.
+    prefetch_to_l1, _MM_HINT_T0, "prfm pldl1keep, [{0}]"
+);

@@ -12,7 +12,7 @@ mod loops;
 
 pub(crate) use float::{Float, with_float};
 pub(crate) use functions::{ROUND, exp, normal_distribution, sigmoid, sin_cos, tanh_gate};
-pub(crate) use isa::{CACHE_LINE_BYTES, Isa, inlined, prefetch};
+pub(crate) use isa::{CACHE_LINE_BYTES, Isa, inlined, prefetch, prefetch_to_l1};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use isa::{avx2, avx512};
 pub(crate) use loops::{BLOCK, Block, add_to, map_block, map_slices, max, sum};

@@ -93,6 +93,7 @@ macro_rules! fetch_rows {
     };
 }
 
+/// Fetches a line of each of the next four rows of A, and moves on to the row after them.
 macro_rules! fetch_four_rows {
     () => {
         concat!(
@@ -220,6 +221,7 @@ impl MicroKernel for Tiles {
     const TASK_ROWS: usize = 96;
     const DEPTH: usize = 16;
     const A_ORDER: Order = Order::AlongDepth;
+    // A step, 16 units deep, fetches twelve lines of 16 units: see `fetch_later`.
     const FETCHED_UNITS: usize = 12;
     const READS_LINES: bool = true;
     const FINISHES_TILES: bool = true;

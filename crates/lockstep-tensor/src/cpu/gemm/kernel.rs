@@ -88,7 +88,7 @@ pub(in crate::cpu) struct Columns {
 }
 
 impl Columns {
-    /// Returns the columns of a panel that lies in a cache, as all others do.
+    /// Returns the columns of a panel whose next ones lie in a near cache: nothing else is fetched.
     pub(in crate::cpu) fn cached(units: *const u32) -> Self {
         Self { units, later: units }
     }

@@ -177,7 +177,7 @@ impl Groups {
     }
 
     /// Returns the context-parallel group; `None` if its degree is 1.
-    pub(crate) fn context_peers(&self) -> Option<Peers<'_>> {
+    pub fn context_peers(&self) -> Option<Peers<'_>> {
         let World { context, limit, .. } = self.world.as_ref()?;
         context.as_ref().map(|group| Peers { group, limit: *limit })
     }

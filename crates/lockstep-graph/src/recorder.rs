@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
+use lockstep_plan::{CachePlace, ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
 
 use crate::{
     block::{
@@ -40,6 +40,8 @@ pub struct Recorder {
     pub(crate) experts: ExpertPlace,
     /// The rank's place in the context-parallel group; `shape` is that of the local tokens.
     pub(crate) context: ContextPlace,
+    /// The rank's place among those that share key-value caches; `shape` is that of the rank's rows.
+    pub(crate) cache: CachePlace,
     /// Sharding of modules by name within the block.
     pub(crate) splits: BTreeMap<String, Split>,
     pub(crate) operations: Vec<Box<dyn Op>>,
@@ -76,6 +78,7 @@ impl Recorder {
             place: TensorPlace::default(),
             experts: ExpertPlace::default(),
             context: ContextPlace::default(),
+            cache: CachePlace::default(),
             splits: BTreeMap::new(),
             operations: Vec::new(),
             redistributed: Vec::new(),

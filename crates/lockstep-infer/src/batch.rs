@@ -3,8 +3,6 @@
 
 use std::slice::ChunksExact;
 
-use lockstep_tensor::PAGE_TOKENS;
-
 use crate::{
     InferError, LoadedModel,
     cache::PagePool,
@@ -53,14 +51,14 @@ impl<'m> Batch<'m> {
     /// # Errors
     /// If memory runs out.
     pub fn new(model: &'m LoadedModel, cache_tokens: usize) -> Result<Self, InferError> {
-        let pool = PagePool::new(model, PagePool::pages_of(cache_tokens))?;
+        let pool = PagePool::new(model, cache_tokens)?;
         let forward = Forward::new(model)?;
         Ok(Self { model, forward, pool, sequences: Vec::new(), logits: Vec::new() })
     }
 
     /// Returns the tokens of the pages that hold `tokens` tokens of one sequence.
-    pub const fn whole_pages(tokens: usize) -> usize {
-        tokens.next_multiple_of(PAGE_TOKENS)
+    pub fn whole_pages(&self, tokens: usize) -> usize {
+        self.model.whole_pages(tokens)
     }
 
     /// Opens a sequence that gets up to `most_tokens` tokens. Models with LongRoPE have other frequencies for sequences that get longer

@@ -2,8 +2,6 @@
 
 use std::collections::HashMap;
 
-use lockstep_tensor::PAGE_TOKENS;
-
 use crate::{Batch, InferError, LoadedModel, NewTokens, SequenceId, sample::log_probabilities};
 
 /// Settings of a beam search.
@@ -68,7 +66,7 @@ pub fn beam_search(
         return Err(InferError::OutOfRange { name: "beams", value: "0".to_owned(), allowed: "1 or more" });
     }
     // While beams are copied, an old one and a new one have a last page of their own each.
-    let mut batch = Batch::new(model, beams * (Batch::whole_pages(tokens) + PAGE_TOKENS))?;
+    let mut batch = Batch::new(model, beams * (model.whole_pages(tokens) + model.page_tokens()))?;
     // The last token is not read.
     let sequence = batch.open((tokens - 1).max(prompt.len()));
     let mut logits = vec![batch.read_prompt(sequence, prompt)?.to_vec()];

@@ -1,6 +1,9 @@
 //! The key-value cache: pages of 64 tokens, which sequences take from a common pool and give back when they end.
+//!
+//! Context-parallel ranks share the cache: a page of the pool is then a page on each of them, with consecutive tokens, so that the
+//! pools of all ranks give out the same numbers.
 
-use lockstep_plan::{DType, KvCacheType, MemoryCategory};
+use lockstep_plan::{CachePlace, DType, KvCacheType, MemoryCategory};
 use lockstep_tensor::{Buffer, PAGE_TOKENS, PagedCache, Queue, TensorError, View};
 
 use crate::{InferError, LoadedModel};
@@ -15,6 +18,10 @@ pub(crate) struct PagePool {
     stored: KvCacheType,
     page_bytes: [usize; 2],
     pages: usize,
+    /// This rank's place among those that share the cache.
+    place: CachePlace,
+    /// Page of the rows that fill a batch up to a multiple of the ranks; `None` on one rank.
+    padding: Option<u32>,
     /// Pages that no sequence has; the one freed last is taken first, because it may still be in a CPU cache.
     free: Vec<u32>,
     /// Number of sequences that have each page.
@@ -22,8 +29,12 @@ pub(crate) struct PagePool {
 }
 
 impl PagePool {
-    pub(crate) fn new(model: &LoadedModel, pages: usize) -> Result<Self, TensorError> {
-        let stored = model.kv_cache;
+    /// Creates a pool for `tokens` tokens of one sequence.
+    pub(crate) fn new(model: &LoadedModel, tokens: usize) -> Result<Self, TensorError> {
+        let (stored, place) = (model.kv_cache, model.cache_place());
+        let of_sequences = tokens.div_ceil(model.page_tokens());
+        let padding = (place.ranks > 1).then_some(of_sequences as u32);
+        let pages = of_sequences + usize::from(padding.is_some());
         let page_bytes = model.queue.page_bytes(model.dtype, stored, model.cache_shape());
         let buffer = |bytes: usize| {
             let buffer = || model.arena.allocate(pages * bytes, MemoryCategory::Activations);
@@ -39,14 +50,21 @@ impl PagePool {
             stored,
             page_bytes,
             pages,
-            free: (0..pages as u32).rev().collect(),
-            owners: vec![0; pages],
+            place,
+            padding,
+            free: (0..of_sequences as u32).rev().collect(),
+            owners: vec![0; of_sequences],
         })
     }
 
-    /// Returns the number of pages that hold `tokens` tokens.
-    pub(crate) const fn pages_of(tokens: usize) -> usize {
-        tokens.div_ceil(PAGE_TOKENS)
+    /// Returns the tokens of a page on all ranks that share the cache.
+    fn page_tokens(&self) -> usize {
+        PAGE_TOKENS * self.place.ranks
+    }
+
+    /// Returns the page of rows that belong to no sequence.
+    pub(crate) fn padding(&self) -> &[u32] {
+        self.padding.as_slice()
     }
 
     /// Adds pages to a sequence until they hold `tokens` tokens.
@@ -54,7 +72,7 @@ impl PagePool {
     /// # Errors
     /// If too few pages are free. The sequence keeps those that it has got.
     pub(crate) fn extend(&mut self, sequence: &mut Vec<u32>, tokens: usize) -> Result<(), InferError> {
-        while sequence.len() < Self::pages_of(tokens) {
+        while sequence.len() < tokens.div_ceil(self.page_tokens()) {
             let page = self.take()?;
             sequence.push(page);
         }
@@ -62,7 +80,10 @@ impl PagePool {
     }
 
     fn take(&mut self) -> Result<u32, InferError> {
-        let page = self.free.pop().ok_or(InferError::CacheFull { tokens: self.pages * PAGE_TOKENS })?;
+        let page = self
+            .free
+            .pop()
+            .ok_or(InferError::CacheFull { tokens: self.owners.len() * self.page_tokens() })?;
         self.owners[page as usize] = 1;
         Ok(page)
     }
@@ -89,8 +110,9 @@ impl PagePool {
         sequence: &[u32],
         tokens: usize,
     ) -> Result<Vec<u32>, InferError> {
-        let (full, rest) = sequence.split_at(tokens / PAGE_TOKENS);
-        let copy = if tokens.is_multiple_of(PAGE_TOKENS) { None } else { Some((rest[0], self.take()?)) };
+        let (full, rest) = sequence.split_at(tokens / self.page_tokens());
+        let copy =
+            if tokens.is_multiple_of(self.page_tokens()) { None } else { Some((rest[0], self.take()?)) };
         for &page in full {
             self.owners[page as usize] += 1;
         }
@@ -119,7 +141,7 @@ impl PagePool {
         });
         let keys = keys.expect("a page of every cache has keys");
         let BatchTables { row_starts, cached, pages } = *batch;
-        PagedCache { stored: self.stored, keys, values, row_starts, cached, pages }
+        PagedCache { stored: self.stored, keys, values, row_starts, cached, pages, place: self.place }
     }
 }
 

@@ -1,11 +1,13 @@
 //! The forward of a batch of tokens: programs by number of rows, and the memory in which they run.
+//!
+//! Ranks that share the key-value cache share the rows of a batch as well: each computes equally many consecutive ones.
 
 use std::{collections::BTreeMap, ops::Range};
 
 use lockstep_engine::UnitParameters;
 use lockstep_graph::{Batch as Inputs, Replay};
-use lockstep_model::{HeadOutput, RecordedModel};
-use lockstep_plan::{DType, MemoryCategory};
+use lockstep_model::RecordedModel;
+use lockstep_plan::{CachePlace, DType, MemoryCategory};
 use lockstep_tensor::{Buffer, Matrix, PagedCache, Tensor, TensorError, View};
 
 use crate::{
@@ -25,9 +27,11 @@ pub(crate) struct Forward<'m> {
     model: &'m LoadedModel,
     /// Weights that stay in the model's files.
     in_place: Vec<Option<Matrix<'m>>>,
-    /// Programs by number of rows.
+    /// Programs by number of rows on this rank.
     recorded: BTreeMap<usize, RecordedModel>,
     constants: Vec<Tensor>,
+    /// This rank's place among those that share the cache.
+    place: CachePlace,
     memory: Memory,
 }
 
@@ -38,6 +42,8 @@ struct Memory {
     workspace: Buffer,
     ids: Tensor,
     positions: Tensor,
+    /// Outputs of the rows of all ranks that share the cache, `[rows, width]`; empty if there is one.
+    all_rows: Tensor,
     /// Last rows of the sequences, `[sequences, width]`.
     last_rows: Tensor,
     /// Logits in f32, `[sequences, vocabulary]`.
@@ -53,6 +59,8 @@ struct Sizes {
     frame_bytes: usize,
     workspace_bytes: usize,
     rows: usize,
+    /// Rows of all ranks whose outputs are gathered.
+    gathered_rows: usize,
     /// Sequences whose logits are wanted.
     logits: usize,
     sequences: usize,
@@ -80,12 +88,13 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// If memory runs out.
     pub(crate) fn new(model: &'m LoadedModel) -> Result<Self, InferError> {
-        let one = model.record(1, 1, HeadOutput::Logits);
+        let place = model.cache_place();
+        let one = model.record_generation(place.ranks);
         let constants = one.constants().iter().map(|constant| constant.allocate(&model.arena));
         let constants = constants.collect::<Result<_, TensorError>>()?;
         let memory = Memory::new(model, Sizes::default())?;
         let recorded = BTreeMap::from([(1, one)]);
-        Ok(Self { model, in_place: model.weights.in_place(), recorded, constants, memory })
+        Ok(Self { model, in_place: model.weights.in_place(), recorded, constants, place, memory })
     }
 
     /// Reads the new tokens of sequences, and writes the logits of those that want them to `logits`, one after the other, on all
@@ -101,7 +110,14 @@ impl<'m> Forward<'m> {
         logits: &mut Vec<f32>,
     ) -> Result<(), InferError> {
         let pipeline = self.model.ranks().groups().pipeline_peers();
-        let micro_batches = micro_batches(parts, pipeline.map_or(1, |pipeline| pipeline.group.size()));
+        let mut micro_batches = micro_batches(parts, pipeline.map_or(1, |pipeline| pipeline.group.size()));
+        let padding = vec![0; self.place.ranks - 1];
+        for parts in &mut micro_batches {
+            let missing = rows_of(parts).next_multiple_of(self.place.ranks) - rows_of(parts);
+            if missing > 0 {
+                parts.push(Part::padding(&padding[..missing], pool.padding()));
+            }
+        }
         self.prepare(&micro_batches)?;
         let mut wanted = 0;
         for micro_batch in &micro_batches {
@@ -121,13 +137,15 @@ impl<'m> Forward<'m> {
 
     /// Runs this rank's units on a micro-batch. The last stage writes its logits from row `first` on. Returns their number.
     fn pass(&self, parts: &[Part<'_>], pool: &PagePool, first: usize) -> Result<usize, InferError> {
-        let Self { model, in_place, recorded, constants, memory } = self;
-        let rows = rows_of(parts);
-        let tables = memory.write(parts, rows);
-        let programs = &recorded[&rows];
+        let Self { model, in_place, recorded, constants, place, memory } = self;
+        let all_rows = rows_of(parts);
+        let tables = memory.write(parts, all_rows);
+        let rows = own_rows(*place, all_rows);
+        let programs = &recorded[&rows.len()];
         let (units, head) = (model.stage(), programs.units() - 1);
         let pipeline = model.ranks().groups().pipeline_peers();
-        let replay = Unit { model, constants, memory, in_place, long_rows: &long_rows(parts) };
+        let long_rows = within(long_rows(parts), &rows);
+        let replay = Unit { model, constants, memory, in_place, long_rows: &long_rows };
         let output = |unit: usize| programs.program(unit).output(memory.frame(unit));
         // The output of the stage before is where it would be if this rank had computed it.
         let input = |unit: usize| unit.checked_sub(1).map(output);
@@ -136,7 +154,7 @@ impl<'m> Forward<'m> {
         }
         for unit in units.start..units.end.min(head) {
             let cache = unit.checked_sub(1).map(|layer| pool.layer(layer, &tables));
-            replay.run(programs, unit, rows, input(unit), cache)?;
+            replay.run(programs, unit, rows.clone(), input(unit), cache)?;
         }
         if let Some(pipeline) = pipeline.filter(|_| units.end <= head) {
             pipeline.send(output(units.end - 1), pipeline.group.rank() + 1)?;
@@ -144,9 +162,10 @@ impl<'m> Forward<'m> {
         let wanted = wanted_of(parts);
         if wanted > 0 && units.end > head {
             let vocabulary = model.config.vocab_size();
-            let last = memory.gather_last_rows(model, output(head - 1), parts);
+            let outputs = memory.gather_outputs(model, output(head - 1), all_rows)?;
+            let last = memory.gather_last_rows(model, outputs, parts);
             let programs = &recorded[&wanted];
-            replay.run(programs, head, wanted, Some(last), None)?;
+            replay.run(programs, head, 0..wanted, Some(last), None)?;
             let computed = programs.program(head).output(memory.frame(head));
             let widened = memory.logits.view().rows(first..first + wanted);
             model.queue.cast(computed.reshape([wanted, vocabulary]), widened);
@@ -158,15 +177,16 @@ impl<'m> Forward<'m> {
     fn prepare(&mut self, micro_batches: &[Vec<Part<'_>>]) -> Result<(), InferError> {
         let mut sizes =
             Sizes { logits: micro_batches.iter().map(|parts| wanted_of(parts)).sum(), ..Sizes::default() };
+        let ranks = self.place.ranks;
         let rows: Vec<[usize; 2]> =
-            micro_batches.iter().map(|parts| [rows_of(parts), wanted_of(parts).max(1)]).collect();
+            micro_batches.iter().map(|parts| [rows_of(parts) / ranks, wanted_of(parts).max(1)]).collect();
         let is_new = rows.as_flattened().iter().any(|rows| !self.recorded.contains_key(rows));
         if is_new && self.recorded.len() + 2 * rows.len() > KEPT_RECORDINGS {
             self.recorded.clear();
         }
         for (parts, of_parts) in micro_batches.iter().zip(rows) {
             for rows in of_parts {
-                let record = || self.model.record(1, rows, HeadOutput::Logits);
+                let record = || self.model.record_generation(rows * ranks);
                 self.recorded.entry(rows).or_insert_with(record);
             }
             let [blocks, head] = of_parts.map(|rows| &self.recorded[&rows]);
@@ -175,7 +195,8 @@ impl<'m> Forward<'m> {
             sizes = sizes.max(Sizes {
                 frame_bytes,
                 workspace_bytes,
-                rows: of_parts[0],
+                rows: of_parts[0] * ranks,
+                gathered_rows: if ranks > 1 { of_parts[0] * ranks } else { 0 },
                 logits: 0,
                 sequences: parts.len(),
                 pages: parts.len() * pages,
@@ -184,6 +205,28 @@ impl<'m> Forward<'m> {
         self.memory.grow(self.model, sizes)?;
         Ok(())
     }
+}
+
+impl<'a> Part<'a> {
+    /// Returns rows that belong to no sequence, on a page of their own.
+    fn padding(ids: &'a [u32], pages: &'a [u32]) -> Self {
+        Self { ids, cached: 0, pages, wants_logits: false, is_long: false }
+    }
+}
+
+/// Returns the rows of a batch that this rank computes.
+fn own_rows(place: CachePlace, rows: usize) -> Range<usize> {
+    let of_each = rows / place.ranks;
+    place.rank * of_each..(place.rank + 1) * of_each
+}
+
+/// Returns the parts of `ranges` within `rows`, counted from the first of these.
+fn within(ranges: Vec<Range<usize>>, rows: &Range<usize>) -> Vec<Range<usize>> {
+    let part = |range: Range<usize>| {
+        let (start, end) = (range.start.max(rows.start), range.end.min(rows.end));
+        (start < end).then(|| start - rows.start..end - rows.start)
+    };
+    ranges.into_iter().filter_map(part).collect()
 }
 
 /// Returns the rows of long sequences; neighbours in one range.
@@ -246,6 +289,7 @@ impl Sizes {
             frame_bytes: self.frame_bytes.max(other.frame_bytes),
             workspace_bytes: self.workspace_bytes.max(other.workspace_bytes),
             rows: self.rows.max(other.rows),
+            gathered_rows: self.gathered_rows.max(other.gathered_rows),
             logits: self.logits.max(other.logits),
             sequences: self.sequences.max(other.sequences),
             pages: self.pages.max(other.pages),
@@ -258,16 +302,18 @@ impl Memory {
         let arena = &model.arena;
         let frame = || arena.allocate(sizes.frame_bytes, MemoryCategory::Activations);
         let words = |len: usize| Tensor::zeros(arena, DType::U32, [len], MemoryCategory::Activations);
-        let matrix = |dtype, columns| {
-            Tensor::zeros(arena, dtype, [sizes.logits, columns], MemoryCategory::Activations)
+        let matrix = |dtype, rows: usize, columns: usize| {
+            Tensor::zeros(arena, dtype, [rows, columns], MemoryCategory::Activations)
         };
+        let width = model.config.hidden_size();
         Ok(Self {
             frames: [frame()?, frame()?],
             workspace: arena.allocate(sizes.workspace_bytes, MemoryCategory::Workspace)?,
             ids: words(sizes.rows)?,
             positions: words(sizes.rows)?,
-            last_rows: matrix(model.dtype, model.config.hidden_size())?,
-            logits: matrix(DType::F32, model.config.vocab_size())?,
+            all_rows: matrix(model.dtype, sizes.gathered_rows, width)?,
+            last_rows: matrix(model.dtype, sizes.logits, width)?,
+            logits: matrix(DType::F32, sizes.logits, model.config.vocab_size())?,
             row_starts: words(sizes.sequences + 1)?,
             cached: words(sizes.sequences)?,
             pages: words(sizes.pages)?,
@@ -277,11 +323,13 @@ impl Memory {
     /// Returns the sizes that this memory has.
     fn sizes(&self) -> Sizes {
         let elements = |tensor: &Tensor| tensor.view().elements();
+        let rows = |tensor: &Tensor| tensor.view().shape().dims()[0];
         Sizes {
             frame_bytes: self.frames[0].len_bytes(),
             workspace_bytes: self.workspace.len_bytes(),
             rows: elements(&self.ids),
-            logits: self.logits.view().shape().dims()[0],
+            gathered_rows: rows(&self.all_rows),
+            logits: rows(&self.logits),
             sequences: elements(&self.cached),
             pages: elements(&self.pages),
         }
@@ -330,6 +378,19 @@ impl Memory {
         tables
     }
 
+    /// Returns the outputs of all `rows` rows of a batch, given those of this rank.
+    fn gather_outputs<'a>(
+        &'a self,
+        model: &LoadedModel,
+        outputs: View<'a>,
+        rows: usize,
+    ) -> Result<View<'a>, InferError> {
+        let Some(peers) = model.ranks().groups().context_peers() else { return Ok(outputs) };
+        let all = self.all_rows.view().rows(0..rows);
+        peers.gather(outputs, all)?;
+        Ok(all)
+    }
+
     /// Returns the last rows of the parts whose logits are wanted.
     fn gather_last_rows<'a>(
         &'a self,
@@ -363,12 +424,12 @@ struct Unit<'a> {
 }
 
 impl Unit<'_> {
-    /// Runs one unit on `rows` rows.
+    /// Runs one unit on some rows of a batch.
     fn run(
         &self,
         programs: &RecordedModel,
         unit: usize,
-        rows: usize,
+        rows: Range<usize>,
         input: Option<View<'_>>,
         cache: Option<PagedCache<'_>>,
     ) -> Result<(), InferError> {
@@ -376,7 +437,7 @@ impl Unit<'_> {
         let held = model.weights.begin(&*model.queue, unit)?;
         let weights = model.weights.weights(in_place, held.as_deref());
         let parameters = UnitParameters { ids: programs.unit_parameters(unit), weights, gradients: None };
-        let [ids, positions] = [&memory.ids, &memory.positions].map(|words| words.view().rows(0..rows));
+        let [ids, positions] = [&memory.ids, &memory.positions].map(|words| words.view().rows(rows.clone()));
         let batch = Inputs { constants, long_rows, ..Inputs::new(ids, positions) };
         let frame = memory.frame(unit);
         let replay = Replay::new(&*model.queue, &parameters, batch, frame, &memory.workspace);

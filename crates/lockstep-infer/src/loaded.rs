@@ -7,8 +7,8 @@ use lockstep_comm::Group;
 use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::{ContextPlace, DType, KvCacheType, MemoryBytes, MemoryCategory, Places};
-use lockstep_tensor::{Arena, BlockActivations, CacheShape, DiskTraffic, Queue, Summation};
+use lockstep_plan::{CachePlace, ContextPlace, DType, KvCacheType, MemoryBytes, MemoryCategory, Places};
+use lockstep_tensor::{Arena, BlockActivations, CacheShape, DiskTraffic, PAGE_TOKENS, Queue, Summation};
 
 use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
@@ -163,7 +163,25 @@ impl LoadedModel {
 
     /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
     pub fn kv_cache_bytes(&self, context: usize) -> u64 {
-        self.layers().len() as u64 * kv_layer_bytes((self.dtype, self.kv_cache), self.cache_shape(), context)
+        // Each rank that shares the cache has a page of each of these.
+        let on_this_rank = context.div_ceil(self.page_tokens()) * PAGE_TOKENS;
+        let types = (self.dtype, self.kv_cache);
+        self.layers().len() as u64 * kv_layer_bytes(types, self.cache_shape(), on_this_rank)
+    }
+
+    /// Returns this rank's place among those that share the key-value caches: the context-parallel ranks.
+    pub(crate) fn cache_place(&self) -> CachePlace {
+        self.ranks.groups().places().for_generation().cache
+    }
+
+    /// Returns the tokens of a page of a sequence, on all ranks that share the cache.
+    pub fn page_tokens(&self) -> usize {
+        PAGE_TOKENS * self.cache_place().ranks
+    }
+
+    /// Returns the tokens of the pages that hold `tokens` tokens of one sequence.
+    pub fn whole_pages(&self, tokens: usize) -> usize {
+        tokens.next_multiple_of(self.page_tokens())
     }
 
     /// Returns the type of the weights and activations.
@@ -231,6 +249,12 @@ impl LoadedModel {
     pub(crate) fn record(&self, sequences: usize, seq_len: usize, output: HeadOutput) -> RecordedModel {
         let places = self.ranks.groups().places();
         record(&self.config, self.dtype, [sequences, seq_len], output, places)
+    }
+
+    /// Records the programs for a batch of `rows` new tokens of any sequences, the rows of all ranks that share the cache.
+    pub(crate) fn record_generation(&self, rows: usize) -> RecordedModel {
+        let places = self.ranks.groups().places().for_generation();
+        record(&self.config, self.dtype, [1, rows], HeadOutput::Logits, places)
     }
 }
 

@@ -6,7 +6,7 @@
 //! tensor           heads, columns and the vocabulary are sharded; all ranks have the same logits
 //! pipeline         each rank has consecutive units; the last one sends the logits to all
 //! expert           experts, or their columns, are sharded over the tensor-parallel ranks; every rank routes all tokens
-//! context          windows of an evaluation are sharded by tokens
+//! context          windows of an evaluation are sharded by tokens; in generation the rows of each pass, and the pages of the cache
 //! ```
 //!
 //! All ranks of a replica run the same scheduler on the same requests, and the logits have the same bits on all of them, so they draw
@@ -53,7 +53,7 @@ pub fn plan_over(config: &ModelConfig, plan: &Plan, ranks: usize) -> Plan {
 /// # Errors
 /// If the plan breaks a rule; the error lists every problem.
 pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Result<CheckedPlan, InferError> {
-    let mut problems = unsupported(plan, work);
+    let mut problems = unsupported(plan);
     let Degrees { tensor, context, .. } = plan.mesh;
     // Passes of any number of tokens fit, so the rules about it are checked for one that suits all degrees.
     let seq_len = match work {
@@ -95,14 +95,10 @@ fn inference_mesh(mesh: Degrees) -> Degrees {
 }
 
 /// Returns the settings of a plan that inference does not support.
-fn unsupported(plan: &Plan, work: PlannedWork) -> Vec<String> {
-    let Degrees { context, tensor, expert, expert_tensor, .. } = plan.mesh;
+fn unsupported(plan: &Plan) -> Vec<String> {
+    let Degrees { tensor, expert, expert_tensor, .. } = plan.mesh;
     let of_experts = expert.saturating_mul(expert_tensor);
     let rules = [
-        (
-            context > 1 && work == PlannedWork::Generation,
-            format!("context_parallel {context} shards windows of tokens, which eval has and generation has not; allowed: 1"),
-        ),
         (
             of_experts > 1 && of_experts != tensor,
             format!(
@@ -192,11 +188,11 @@ mod tests {
 
     #[test]
     fn settings_without_meaning_for_inference_are_refused_all_at_once() {
-        let mesh = Degrees { context: 2, tensor: 2, expert: 4, ..Degrees::default() };
+        let mesh = Degrees { tensor: 2, expert: 4, ..Degrees::default() };
         let residence = Residences { parameters: Residence::Disk, ..Residences::default() };
         let plan = Plan { mesh, residence, ..Plan::default() };
         let found = problems("mixtral-8x7b", &plan, PlannedWork::Generation).join("; ");
-        for part in ["context_parallel 2", "expert_parallel 4", "parameters on disk"] {
+        for part in ["expert_parallel 4", "parameters on disk"] {
             assert!(found.contains(part), "{part} is not in {found}");
         }
         let mesh = Degrees { tensor: 5, ..Degrees::default() };

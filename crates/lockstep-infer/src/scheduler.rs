@@ -5,7 +5,7 @@
 
 use std::{collections::VecDeque, ops::ControlFlow};
 
-use lockstep_tensor::{PAGE_TOKENS, host::available_memory_bytes};
+use lockstep_tensor::host::available_memory_bytes;
 
 use crate::{Batch, Drawn, InferError, LoadedModel, NewTokens, Sampler, Sampling, SequenceId};
 
@@ -122,15 +122,16 @@ impl<'m> Scheduler<'m> {
         max_sequences: usize,
     ) -> Result<usize, InferError> {
         let positions = model.config.max_position_embeddings();
-        let tokens = requests.iter().map(|request| Ok(Batch::whole_pages(capacity(positions, request)?)));
+        let tokens = requests.iter().map(|request| Ok(model.whole_pages(capacity(positions, request)?)));
         let mut tokens = tokens.collect::<Result<Vec<usize>, InferError>>()?;
         tokens.sort_unstable_by(|a, b| b.cmp(a));
         let longest = tokens.first().copied().unwrap_or(0);
         let wanted = tokens.iter().take(max_sequences).sum();
-        let page_bytes = model.kv_cache_bytes(PAGE_TOKENS) * model.ranks().size() as u64;
+        let page_tokens = model.page_tokens();
+        let page_bytes = model.kv_cache_bytes(page_tokens) * model.ranks().size() as u64;
         let pages = available_memory_bytes().unwrap_or(u64::MAX) / 2 / page_bytes.max(1);
         let pages = model.ranks().all_numbers(pages)?.into_iter().min().unwrap_or(pages);
-        let affordable = usize::try_from(pages).unwrap_or(usize::MAX).saturating_mul(PAGE_TOKENS);
+        let affordable = usize::try_from(pages).unwrap_or(usize::MAX).saturating_mul(page_tokens);
         Ok(affordable.max(longest).min(wanted))
     }
 
@@ -141,7 +142,7 @@ impl<'m> Scheduler<'m> {
     /// or a setting of its sampling is out of range.
     pub fn add(&mut self, request: Request) -> Result<RequestId, InferError> {
         let capacity = capacity(self.positions, &request)?;
-        if Batch::whole_pages(capacity) > self.options.cache_tokens {
+        if self.batch.whole_pages(capacity) > self.options.cache_tokens {
             return Err(InferError::CacheFull { tokens: self.options.cache_tokens });
         }
         let Request { prompt, max_new_tokens, sampling, kept } = request;
@@ -213,13 +214,12 @@ impl<'m> Scheduler<'m> {
 
     /// Starts waiting requests, in their order, while there is room for all tokens of the next one.
     fn admit(&mut self) {
-        let room = |reserved: usize, next: &Progress| {
-            reserved + Batch::whole_pages(next.capacity) <= self.options.cache_tokens
-        };
         while self.running.len() < self.options.max_sequences.max(1)
-            && let Some(progress) = self.waiting.pop_front_if(|next| room(self.reserved_tokens, next))
+            && let Some(progress) = self.waiting.pop_front_if(|next| {
+                self.reserved_tokens + self.batch.whole_pages(next.capacity) <= self.options.cache_tokens
+            })
         {
-            self.reserved_tokens += Batch::whole_pages(progress.capacity);
+            self.reserved_tokens += self.batch.whole_pages(progress.capacity);
             let sequence = self.batch.open(progress.capacity);
             self.running.push(Running { progress, sequence });
         }
@@ -286,7 +286,7 @@ impl<'m> Scheduler<'m> {
     fn finish(&mut self, index: usize) -> RequestId {
         let Running { progress, sequence } = self.running.remove(index);
         self.batch.close(sequence);
-        self.reserved_tokens -= Batch::whole_pages(progress.capacity);
+        self.reserved_tokens -= self.batch.whole_pages(progress.capacity);
         progress.id
     }
 }

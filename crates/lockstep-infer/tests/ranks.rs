@@ -30,6 +30,9 @@ use lockstep_tensor::PAGE_TOKENS;
 
 use crate::common::{config, random_model, with_experts};
 
+#[path = "ranks/shared_cache.rs"]
+mod shared_cache;
+
 const FAMILIES: [&str; 29] = include!("../../../tests/fixtures/families.rs");
 /// Prompts of unlike lengths, whose tokens are in the vocabulary of every fixture.
 const PROMPTS: [&[u32]; 3] = [&[3, 17, 40, 5, 9, 61, 2], &[11], &[50, 4, 4, 23]];
@@ -50,7 +53,8 @@ struct Found {
 
 /// Generates from all prompts at once. The second request samples.
 fn found_by(model: &LoadedModel) -> Found {
-    let options = SchedulerOptions { max_sequences: 2, max_step_tokens: 5, cache_tokens: 128 };
+    let cache_tokens = 2 * model.page_tokens();
+    let options = SchedulerOptions { max_sequences: 2, max_step_tokens: 5, cache_tokens };
     let mut scheduler = Scheduler::new(model, options).unwrap();
     for (index, prompt) in PROMPTS.iter().enumerate() {
         let temperature = if index == 1 { 0.8 } else { 0.0 };
@@ -58,7 +62,15 @@ fn found_by(model: &LoadedModel) -> Found {
         let request = Request { prompt: prompt.to_vec(), max_new_tokens: NEW_TOKENS, sampling, kept: None };
         scheduler.add(request).unwrap();
     }
-    let mut tokens = vec![Vec::new(); PROMPTS.len()];
+    let tokens = collect_tokens(&mut scheduler, PROMPTS.len());
+    let mut generator = Generator::new(model, 16).unwrap();
+    generator.read(PROMPTS[0]).unwrap();
+    Found { tokens, logits: generator.logits().to_vec() }
+}
+
+/// Runs a scheduler to its end. Returns the tokens of each of its requests.
+fn collect_tokens(scheduler: &mut Scheduler<'_>, requests: usize) -> Vec<Vec<u32>> {
+    let mut tokens = vec![Vec::new(); requests];
     let collect = |request: usize, event| -> Result<_, InferError> {
         if let Event::Token(drawn) = event {
             tokens[request].push(drawn.id);
@@ -66,9 +78,7 @@ fn found_by(model: &LoadedModel) -> Found {
         Ok(ControlFlow::Continue(()))
     };
     scheduler.run(collect).unwrap();
-    let mut generator = Generator::new(model, 16).unwrap();
-    generator.read(PROMPTS[0]).unwrap();
-    Found { tokens, logits: generator.logits().to_vec() }
+    tokens
 }
 
 /// Returns what each rank of a plan finds.
@@ -118,6 +128,11 @@ fn assert_ranks_agree_with(directory: &Path, plan: &Plan, options: LoadOptions, 
     let expected = found_by(&one);
     let found = on_ranks_with(directory, &plan, options, found_by);
     let what = format!("{} on {:?}", directory.display(), plan.plan().mesh);
+    assert_found(&found, &expected, tolerance, &what);
+}
+
+/// Asserts that ranks have found the expected tokens, and the same logits, up to `tolerance` of the largest one.
+fn assert_found(found: &[Found], expected: &Found, tolerance: f32, what: &str) {
     for (rank, found_by_rank) in found.iter().enumerate() {
         assert_eq!(found_by_rank.tokens, expected.tokens, "{what}: tokens of rank {rank}");
         let bits = |found: &Found| found.logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();

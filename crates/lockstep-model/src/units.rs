@@ -96,7 +96,7 @@ impl RecordedUnits {
         tuning: &Tuning,
         options: RecordingOptions,
     ) -> Flops {
-        let Places { tensor, context, experts } = options.places;
+        let Places { tensor, context, experts, .. } = options.places;
         if tensor.ranks * context.ranks * experts.group_size() > 1 {
             let alone = RecordingOptions { places: Places::default(), ..options };
             return Self::new(config, tuning, alone).flops();
@@ -169,11 +169,13 @@ impl Recording {
         splits: &[(&str, Split)],
         record: impl FnOnce(&mut Recorder) -> Value,
     ) -> Program {
-        let RecordingOptions { mode, shape, places: Places { tensor, context, experts }, .. } = options;
+        let RecordingOptions { mode, shape, places: Places { tensor, context, experts, cache }, .. } =
+            options;
         let mut g = Recorder::new(mode, shape);
         g.set_head_output(options.head_output);
         g.set_statistics(options.statistics);
         g.share_sequences(context);
+        g.share_cache(cache);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
         g.share_experts(experts);
         g.freeze(self.frozen.iter().cloned());

@@ -1,4 +1,4 @@
-//! Storage of cached keys and values: the type of their elements and the scales beside them.
+//! Storage of cached keys and values: the type of their elements and the scales beside them, and the ranks that hold them.
 //!
 //! Integers and E4M3 numbers of 8 bits have a scale of their own for each token, head and operand (keys or values). A
 //! vector's codes depend on nothing but the vector, so the order in which a cache is filled changes no bit, and no
@@ -19,6 +19,30 @@ named_enum! {
         Int8 = "int8",
         /// E4M3 numbers up to 448 times a scale, the largest magnitude of the vector / 448.
         Fp8 = "fp8",
+    }
+}
+
+/// A rank's position among the ranks that share key-value caches: a sequence's pages are dealt to them in turn, so that rank `rank`
+/// has those whose index in the sequence is `rank` modulo `ranks`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CachePlace {
+    /// Number of ranks that share each cache.
+    pub ranks: usize,
+    /// Rank among them.
+    pub rank: usize,
+}
+
+impl Default for CachePlace {
+    /// A cache on one rank.
+    fn default() -> Self {
+        Self { ranks: 1, rank: 0 }
+    }
+}
+
+impl CachePlace {
+    /// Returns true if this rank has the page of this index in a sequence.
+    pub const fn holds(&self, page: usize) -> bool {
+        page % self.ranks == self.rank
     }
 }
 

@@ -9,7 +9,7 @@
 //! - [`Share`]: a rank's shard of a parameter under tensor and expert parallelism.
 //! - [`ZeroStage`]: the model state that is sharded over data-parallel ranks.
 //! - [`QuantizedType`]: small integers for quantized collectives of weights and gradients.
-//! - [`KvCacheType`]: storage of cached keys and values.
+//! - [`KvCacheType`], [`CachePlace`]: storage of cached keys and values.
 //! - [`BlockFormat`]: block-quantized weights of GGUF files, encoded and decoded.
 //! - [`gathering`]: schedule of parameter all-gathers (ZeRO stage 3), and the memory for unsharded parameters.
 //! - [`ContextPlace`]: split of each sequence over context-parallel ranks.
@@ -52,7 +52,7 @@ mod zero;
 pub use block_format::BlockFormat;
 pub use context::{ContextMethod, ContextPlace};
 pub use dtype::DType;
-pub use kv_cache::KvCacheType;
+pub use kv_cache::{CachePlace, KvCacheType};
 pub use memory::{
     ActivationUse, CACHE_LINE_BYTES, Extent, FRAME_PLACES, FlatParameter, GradientStaging, MemoryBytes,
     MemoryCategory, MemoryItem, MemoryPrediction, ModelProfile, QuantizedGradientStaging, RingSizes,

@@ -243,7 +243,7 @@ fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> 
     let ids: Vec<u32> =
         (0..prompt_tokens + new_tokens).map(|at| (random.uniform(at) * vocab_size) as u32).collect();
     let (prompt, rest) = ids.split_at(prompt_tokens as usize);
-    let mut batch = Batch::new(model, arguments.sequences as usize * Batch::whole_pages(ids.len()))?;
+    let mut batch = Batch::new(model, arguments.sequences as usize * model.whole_pages(ids.len()))?;
     let sequences: Vec<SequenceId> = (0..arguments.sequences).map(|_| batch.open(ids.len())).collect();
     let mut read = |ids: &[u32]| {
         let tokens = |&sequence| NewTokens { sequence, ids, wants_logits: true };

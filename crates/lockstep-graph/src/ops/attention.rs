@@ -18,6 +18,7 @@ use crate::{
     context::spans,
     facts::Facts,
     op::Op,
+    ops::shared_cache::SharedCache,
     placement::{ContextCollectiveKind, Placement},
     recorder::Recorder,
     replay::{InputGradients, Run, split_heads},
@@ -113,6 +114,8 @@ pub(crate) enum KeySource {
     /// Queries and keys are those of local tokens; ring attention supplies the other keys. `sums`: f32 scratch for
     /// the outputs and the gradients of the queries, for dtypes narrower than f32.
     Ring { sums: Option<Value> },
+    /// Queries and keys are those of this rank's rows of a batch; earlier keys are in a cache that ranks share.
+    SharedCache(SharedCache),
 }
 
 impl Recorder {
@@ -223,6 +226,10 @@ impl Recorder {
         [q, k, v]: [Value; 3],
         shape: AttentionShape,
     ) -> ([Value; 3], usize, AttentionShape, KeySource) {
+        if self.cache.ranks > 1 {
+            let scratch = self.shared_cache([q, k, v], shape.heads);
+            return ([q, k, v], 0, shape, KeySource::SharedCache(scratch));
+        }
         let ContextPlace { ranks, rank, method } = self.context;
         if ranks == 1 {
             return ([q, k, v], 0, shape, KeySource::Whole);
@@ -294,6 +301,7 @@ impl Op for AttentionOperation {
                 KeySource::Whole => vec![],
                 KeySource::Gathered { sums } => sums.into_iter().flatten().collect(),
                 KeySource::Ring { sums } => sums.into_iter().collect(),
+                KeySource::SharedCache(scratch) => scratch.values(),
             },
             tables: self.key_mask.into_iter().collect(),
             weights: self.sinks.iter().map(|sinks| sinks.logits).collect(),
@@ -315,6 +323,7 @@ impl Op for AttentionOperation {
         match self.key_source {
             KeySource::Whole => self.whole_attention(run),
             KeySource::Ring { sums } => return self.ring_attention(run, sums),
+            KeySource::SharedCache(scratch) => return self.shared_cache_attention(run, scratch),
             KeySource::Gathered { .. } => {
                 let operands = [q, k, v].map(|value| run.value(value));
                 for spans in self.spans_of_gathered(run) {
@@ -330,6 +339,7 @@ impl Op for AttentionOperation {
         let gradients = AttentionGradients { dq: dx.view(0), dk: dx.view(1), dv: dx.view(2) };
         match self.key_source {
             KeySource::Ring { sums } => return self.ring_attention_backward(run, sums, dy, gradients),
+            KeySource::SharedCache(_) => unreachable!("generation has no backward"),
             KeySource::Whole => {
                 let spans = [TokenSpan::whole(self.queries(run)); 2];
                 self.attend_backward(run, spans, block, dy, gradients, AttentionWrite::OVERWRITE);
@@ -382,6 +392,9 @@ impl Op for AttentionOperation {
             // Two products for each one of the forward; the kernel computes the scores again.
             false => task(2 * flops, flops / 2 * 5),
         };
+        if let KeySource::SharedCache(scratch) = self.key_source {
+            return [vec![attention], scratch.work(shapes)].concat();
+        }
         if !matches!(self.key_source, KeySource::Ring { .. }) {
             return vec![attention];
         }
@@ -505,7 +518,7 @@ impl AttentionOperation {
         );
     }
 
-    fn geometry<'a>(&self, run: &Run<'a>, [queries, keys]: [TokenSpan; 2]) -> Attention<'a> {
+    pub(crate) fn geometry<'a>(&self, run: &Run<'a>, [queries, keys]: [TokenSpan; 2]) -> Attention<'a> {
         let Self { shape, first_head, dropout, sequences, .. } = *self;
         // Selects this rank's sequences from a batch input.
         let own = |all: View<'a>| {
@@ -567,7 +580,7 @@ impl AttentionOperation {
     }
 
     /// Query tokens per sequence.
-    fn queries(&self, run: &Run<'_>) -> usize {
+    pub(crate) fn queries(&self, run: &Run<'_>) -> usize {
         run.shapes.values[self.q.0].rows / self.sequences.len
     }
 }

@@ -11,7 +11,7 @@ use super::Plan;
 use crate::gathering::RankPasses;
 use crate::mesh::{Axis, Degrees, ExpertAxis, Mesh};
 use crate::schedule::Schedule;
-use crate::{ContextPlace, ExpertPlace, StageMemory, TensorDimensions, TensorPlace};
+use crate::{CachePlace, ContextPlace, ExpertPlace, StageMemory, TensorDimensions, TensorPlace};
 
 /// Layout of a step: the mesh, and the assignment of units and micro-batches to its ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -164,9 +164,19 @@ pub struct Places {
     pub context: ContextPlace,
     /// Coordinates in the expert-parallel group.
     pub experts: ExpertPlace,
+    /// Coordinates among the ranks that share key-value caches, in generation. They are the context-parallel ranks, but rows of a batch
+    /// are dealt to them in order, not by sequence.
+    pub cache: CachePlace,
 }
 
 impl Places {
+    /// Returns the coordinates for generation: the context-parallel ranks share the key-value caches.
+    #[must_use]
+    pub fn for_generation(self) -> Self {
+        let ContextPlace { ranks, rank, .. } = self.context;
+        Self { context: ContextPlace::default(), cache: CachePlace { ranks, rank }, ..self }
+    }
+
     /// Computes the coordinates of `rank` under `plan`. Tensor-parallel collectives are not chunked unless the plan says so.
     pub fn of(mesh: &Mesh, rank: usize, plan: &Plan) -> Self {
         let (ranks, experts) = (mesh.ranks(), mesh.experts());
@@ -191,6 +201,7 @@ impl Places {
                 tensor_ranks: experts.degree(ExpertAxis::ExpertTensor),
                 tensor_rank: experts.coordinate(rank, ExpertAxis::ExpertTensor),
             },
+            cache: CachePlace::default(),
         }
     }
 }

@@ -226,6 +226,7 @@ families! {
         cached_attention[attention: Attention<'_>](
             cache: PagedCache<'_>, q: View<'_>, out: View<'_>, log_sum_exp: View<'_>
         );
+        merge_attention(parts: View<'_>, log_sum_exp: View<'_>, out: View<'_>);
     }
     ElementwiseKernels {
         gated(kind: GatedActivation, gate: View<'_>, up: View<'_>, y: View<'_>);

@@ -1,7 +1,7 @@
 //! Kernels of attention in blocks: causal or bidirectional, forward with log-sum-exp and backward; and attention to a key-value
 //! cache in pages.
 
-use lockstep_plan::KvCacheType;
+use lockstep_plan::{CachePlace, KvCacheType};
 
 use crate::{AttentionVariant, Dropout, View, Write};
 
@@ -110,8 +110,10 @@ pub struct PagedCache<'a> {
     /// Tokens of each sequence that were cached before this batch, u32 `[sequences]`.
     pub cached: View<'a>,
     /// Pages of each sequence in the order of its tokens, u32 `[sequences, most pages of one]`; entries beyond its last token
-    /// are not read.
+    /// are not read. If ranks share the cache, these are the pages on this rank.
     pub pages: View<'a>,
+    /// This rank's place among those that share the cache.
+    pub place: CachePlace,
 }
 
 impl PagedCache<'_> {
@@ -196,8 +198,8 @@ pub trait AttentionKernels {
     );
 
     /// Writes the keys and values of new tokens, `[rows, key_value_heads, head_dim]`, to the pages of their sequences, in the
-    /// type of the cache. A page is overwritten as a whole when its first token is written. Where keys are the values as well, there
-    /// is no `v`.
+    /// type of the cache; those of tokens whose page another rank has are left out. A page is overwritten as a whole when its first
+    /// token is written. Where keys are the values as well, there is no `v`.
     ///
     /// # Panics
     /// If a sequence has not enough pages, the pages have another size, the cache has values and `v` is `None` or the reverse, or
@@ -211,8 +213,10 @@ pub trait AttentionKernels {
     );
 
     /// Computes the attention of the rows of a batch, `[rows, heads, head_dim]`, to all tokens of their own sequence up to
-    /// themselves, which are in the cache and are read as they are stored. Of `attention` the heads, scale, window and variant count; its spans of tokens are
-    /// those of the batch. A row's result has the same bits in any batch.
+    /// themselves, which are in the cache and are read as they are stored. If ranks share the cache, this is the part of the tokens on
+    /// this rank, which [`AttentionKernels::merge_attention`] merges with the other parts. Of `attention` the heads, scale, window and
+    /// variant count; its spans of tokens are those of the batch. `out` may be f32 whatever the type of `q`. A row's result has the
+    /// same bits in any batch.
     ///
     /// # Panics
     /// If the attention has a key mask, documents or dropout.
@@ -224,4 +228,9 @@ pub trait AttentionKernels {
         out: View<'_>,
         log_sum_exp: View<'_>,
     );
+
+    /// Merges attentions of the same queries to disjoint keys. `parts`: f32 `[parts, rows, heads, head_dim]`; `log_sum_exp`: f32
+    /// `[parts, heads, rows]`; `out`: `[rows, heads, head_dim]`. A part that saw no key has a log-sum-exp of -inf and no weight. Parts
+    /// are added in their order.
+    fn merge_attention(&self, parts: View<'_>, log_sum_exp: View<'_>, out: View<'_>);
 }

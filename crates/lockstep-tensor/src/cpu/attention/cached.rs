@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use half::bf16;
-use lockstep_plan::{DType, KvCacheType};
+use lockstep_plan::{CachePlace, DType, KvCacheType};
 
 use super::{
     geometry::Geometry,
@@ -30,6 +30,7 @@ pub(super) struct Sequences<'a> {
     pages: &'a [u32],
     format: PageFormat,
     key_value_heads: usize,
+    place: CachePlace,
 }
 
 /// The new tokens of a sequence.
@@ -74,12 +75,12 @@ impl<'a> Sequences<'a> {
             row_starts.len(),
             pages.len()
         );
-        let new = Self { row_starts, cached, pages, format, key_value_heads };
+        let new = Self { row_starts, cached, pages, format, key_value_heads, place: cache.place };
         let available = held().map(|(view, bytes)| view.elements() / (key_value_heads * bytes)).min();
         let available = available.unwrap_or(0);
         for sequence in 0..sequences {
             let NewTokens { rows, cached, table } = new.get(sequence);
-            let needed = (cached + rows.len()).div_ceil(BLOCK);
+            let needed = table.entries_of((cached + rows.len()).div_ceil(BLOCK));
             assert!(
                 table
                     .entries
@@ -106,6 +107,7 @@ impl<'a> Sequences<'a> {
                 entries: &self.pages[sequence * most..(sequence + 1) * most],
                 format: self.format,
                 key_value_heads: self.key_value_heads,
+                place: self.place,
             },
         }
     }
@@ -163,7 +165,9 @@ impl<T: Float> Worker for Append<'_, T> {
         while row < rows.end {
             let slot = token % BLOCK;
             let len = (BLOCK - slot).min(rows.end - row);
-            for (operand, new) in self.operands.iter().flatten().enumerate() {
+            let here =
+                self.operands.iter().flatten().enumerate().filter(|_| table.place.holds(token / BLOCK));
+            for (operand, new) in here {
                 let start = table.start(operand, key_head, token / BLOCK);
                 let bytes = format.head_bytes()[operand];
                 // SAFETY: sequences have pages of their own, and a task has a key head of its own.

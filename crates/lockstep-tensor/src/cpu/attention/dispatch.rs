@@ -16,6 +16,7 @@ use super::{
     cached::{Append, Batch, NewVectors, Sequences},
     forward::Forward,
     geometry::Geometry,
+    merge::Merge,
     output::Output,
     sinks::SinksBackward,
     worker::run,
@@ -220,6 +221,28 @@ impl AttentionKernels for CpuQueue {
             return run_lanes::<aarch64::Neon>(self, &Batch::new(works));
         }
         with_float!(q.dtype(), T => run(self, &Batch::new(works!(T))));
+    }
+
+    fn merge_attention(&self, parts: View<'_>, log_sum_exp: View<'_>, out: View<'_>) {
+        check_disjoint(&[out], &[parts, log_sum_exp]);
+        let [rows, heads, head_dim] = heads_of("outputs", out);
+        let count = log_sum_exp.elements() / (rows * heads).max(1);
+        expect_elements(count * rows * heads, &[("log_sum_exp", log_sum_exp)]);
+        expect_elements(count * out.elements(), &[("parts", parts)]);
+        with_float!(out.dtype(), T => {
+            // SAFETY: the output overlaps no other operand, as just checked.
+            let work = unsafe {
+                Merge::<T> {
+                    parts: parts.slice(),
+                    log_sum_exp: log_sum_exp.slice(),
+                    out: Operand::new(out),
+                    rows,
+                    heads,
+                    head_dim,
+                }
+            };
+            work.run(self);
+        });
     }
 
     fn attention_sinks_backward(

@@ -113,14 +113,12 @@ impl<T: Float> Forward<'_, T> {
         self.count_sinks(pair, rows.clone(), &mut maxima, &mut totals);
         let mut shrinkage = [1.0; BLOCK];
 
-        let keys = geometry.keys_of(pair, rows.clone());
-        for first_key in (keys.start / BLOCK * BLOCK..keys.end).step_by(BLOCK) {
+        for [block, next] in geometry.key_blocks(geometry.keys_of(pair, rows.clone())) {
+            let first_key = block.start;
             if geometry.valid_keys(pair, first_key) == 0 {
                 continue;
             }
             let (cached, number) = (geometry.pages_of_blocks(), first_key / BLOCK);
-            let block = first_key..geometry.key_len.min(first_key + BLOCK);
-            let next = block.end..keys.end.min(block.end + BLOCK);
             let scratch = [&mut *keys_transposed, &mut *vectors];
             let CachedBlock { operands: [keys_transposed, vectors], scales } = match cached {
                 Some(pages) => {
@@ -131,7 +129,7 @@ impl<T: Float> Forward<'_, T> {
                     }
                     pages.block::<V>(pair.key_head, number, scratch)
                 }
-                None => self.pack_vectors::<V>(pair, [block, next], scratch),
+                None => self.pack_vectors::<V>(pair, [block, next.clone()], scratch),
             };
 
             for first_row in rows.clone().step_by(BLOCK) {
@@ -158,12 +156,12 @@ impl<T: Float> Forward<'_, T> {
                     scale_columns::<V>(of_values, &mut scores[..strip.len() * BLOCK]);
                 }
                 if strip.start == rows.start
-                    && first_key + BLOCK < keys.end
+                    && !next.is_empty()
                     && let Some(pages) = cached
                 {
-                    pages.prefetch(0, pair.key_head, number + 1);
+                    pages.prefetch(0, pair.key_head, next.start / BLOCK);
                     if pages.table.format.is_encoded {
-                        pages.prefetch(1, pair.key_head, number + 1);
+                        pages.prefetch(1, pair.key_head, next.start / BLOCK);
                     }
                 }
                 gather::<V>(geometry, visible, scores, vectors, Start::Scaled(&shrinkage), sums);
@@ -193,7 +191,7 @@ impl<T: Float> Forward<'_, T> {
             pack::<V, T>(v, places(), 1.0, vectors, width);
         }
         match shared.filter(|_| decoded.is_some()) {
-            Some(pages) if !next.is_empty() => pages.prefetch(0, pair.key_head, number + 1),
+            Some(pages) if !next.is_empty() => pages.prefetch(0, pair.key_head, next.start / BLOCK),
             Some(_) => {}
             None => {
                 let next = || geometry.key_vectors(pair, next.clone());

@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use lockstep_plan::CachePlace;
+
 use super::{
     lanes::{BLOCK, padded},
     pages::Pages,
@@ -263,6 +265,18 @@ impl<'a> Geometry<'a> {
         // Starts and ends are nondecreasing: the first row sees the earliest keys, the last row the latest.
         let [first, last] = [rows.start, rows.end - 1].map(|row| self.keys_of_query(pair, row / self.group));
         first.start..last.end
+    }
+
+    /// Returns the blocks of the `seen` keys that this rank has, each with the seen keys of the next one, which are empty after the last.
+    pub(super) fn key_blocks(&self, seen: Range<usize>) -> impl Iterator<Item = [Range<usize>; 2]> + use<> {
+        let CachePlace { ranks, rank } =
+            self.pages.map_or_else(CachePlace::default, |pages| pages.table.place);
+        let (first, stride, key_len) = (seen.start / BLOCK, ranks * BLOCK, self.key_len);
+        let ahead = (rank + ranks - first % ranks) % ranks;
+        ((first + ahead) * BLOCK..seen.end).step_by(stride).map(move |start| {
+            let next = seen.end.min(start + stride)..seen.end.min(start + stride + BLOCK);
+            [start..key_len.min(start + BLOCK), next]
+        })
     }
 
     /// Returns the range of keys that a query, counted from the first of the span, may see. It may end before it starts.

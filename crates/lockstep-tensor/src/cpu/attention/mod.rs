@@ -25,6 +25,7 @@ mod forward;
 mod geometry;
 mod head_product;
 mod lanes;
+mod merge;
 mod output;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod packed;

@@ -4,6 +4,8 @@
 //! A page is a block of keys of the forward. It holds its key heads one after the other: the elements of a head, then the
 //! scales of its tokens if the cache has a type with scales.
 
+use lockstep_plan::CachePlace;
+
 use super::{
     lanes::{BLOCK, Lanes, prefetch},
     page_codes::{decode, decode_rows},
@@ -19,14 +21,21 @@ pub(super) struct PageTable<'a> {
     pub(super) entries: &'a [u32],
     pub(super) format: PageFormat,
     pub(super) key_value_heads: usize,
+    /// The rank's place among those that have pages of the sequence; entries are those of this rank.
+    pub(super) place: CachePlace,
 }
 
 impl PageTable<'_> {
+    /// Returns the number of this rank's pages of a sequence of `blocks` blocks.
+    pub(super) fn entries_of(&self, blocks: usize) -> usize {
+        (blocks + self.place.ranks - 1 - self.place.rank) / self.place.ranks
+    }
+
     /// Returns the byte at which the keys (0) or values (1) of a key head start, in the page of block `block`.
     #[inline(always)]
     pub(super) fn start(&self, operand: usize, key_head: usize, block: usize) -> usize {
         // A block beyond the last page is asked for by prefetches of no keys.
-        let page = self.entries.get(block).map_or(0, |&page| page as usize);
+        let page = self.entries.get(block / self.place.ranks).map_or(0, |&page| page as usize);
         (page * self.key_value_heads + key_head) * self.format.head_bytes()[operand]
     }
 }

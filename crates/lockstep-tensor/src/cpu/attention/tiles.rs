@@ -85,13 +85,11 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
         let mut totals = [0.0; TASK_ROWS];
         self.work.count_sinks(pair, rows.clone(), &mut maxima, &mut totals);
         let mut shrinkage = [1.0; BLOCK];
-        let seen = geometry.keys_of(pair, rows.clone());
-        for first_key in (seen.start / BLOCK * BLOCK..seen.end).step_by(BLOCK) {
+        for [block, next] in geometry.key_blocks(geometry.keys_of(pair, rows.clone())) {
+            let first_key = block.start;
             if geometry.valid_keys(pair, first_key) == 0 {
                 continue;
             }
-            let block = first_key..geometry.key_len.min(first_key + BLOCK);
-            let next = block.end..seen.end.min(block.end + BLOCK);
             // SAFETY: the caller's promise.
             let CachedBlock { operands: [keys, values], scales } =
                 unsafe { self.operands::<V>(pair, [block.clone(), next], sizes, [staged, keys, values]) };

@@ -1,12 +1,14 @@
-//! Attention to a cache in pages: new tokens of several sequences in steps of any length have the bits of whole sequences.
+//! Attention to a cache in pages: new tokens of several sequences in steps of any length have the bits of whole sequences. Ranks that
+//! share a cache have parts of the attention, which are merged.
 
 use std::ops::Range;
 
 use half::{bf16, f16};
-use lockstep_plan::{DType, KvCacheType, MemoryCategory, random::Philox};
+use lockstep_plan::{CachePlace, DType, KvCacheType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
-    Arena, Attention, AttentionKernels, CacheShape, CachedVectors, CpuLevel, CpuQueue, Element, PAGE_TOKENS,
-    PagedCache, Queue, Summation, Tensor, TokenSpan, Write, alibi_slopes, page_bytes,
+    Arena, Attention, AttentionKernels, AttentionVariant, CacheShape, CachedVectors, CpuLevel, CpuQueue,
+    Element, PAGE_TOKENS, PagedCache, Queue, Summation, Tensor, TokenSpan, View, Write, alibi_slopes,
+    page_bytes,
 };
 use proptest::prelude::*;
 
@@ -105,21 +107,36 @@ const STEPS: [usize; 6] = [0, 1, 1, 3, 70, 130];
 /// Reads sequences together in a cache of type `stored`, in steps of random lengths among `steps`, on pages in random order.
 fn read_in_steps<T: Float>(
     readings: &mut [Reading<T>],
-    (stored, vectors, steps): (KvCacheType, CachedVectors, &[usize]),
+    what: (KvCacheType, CachedVectors, &[usize]),
     queue: &CpuQueue,
     arena: &Arena,
     random: &mut impl FnMut(usize) -> usize,
 ) {
+    read_on_ranks(readings, what, 1, (queue, arena), random);
+}
+
+/// Reads sequences as [`read_in_steps`] does, in a cache that `ranks` ranks share. Several ranks give no log-sum-exps.
+fn read_on_ranks<T: Float>(
+    readings: &mut [Reading<T>],
+    (stored, vectors, steps): (KvCacheType, CachedVectors, &[usize]),
+    ranks: usize,
+    (queue, arena): (&CpuQueue, &Arena),
+    random: &mut impl FnMut(usize) -> usize,
+) {
     let Case { heads, key_value_heads, head_dim, .. } = readings[0].case;
+    let page_tokens = ranks * PAGE_TOKENS;
     let pages =
-        2 + readings.iter().map(|reading| reading.case.query_len.div_ceil(PAGE_TOKENS)).sum::<usize>();
+        2 + readings.iter().map(|reading| reading.case.query_len.div_ceil(page_tokens)).sum::<usize>();
     let mut free: Vec<u32> = (0..pages as u32).collect();
     let has_values = vectors == CachedVectors::KeyAndValue;
-    // A cache of NaN: what is not written must not be read.
-    let [keys, values] =
-        queue.page_bytes(T::DTYPE, stored, CacheShape { key_value_heads, head_dim, vectors }).map(|bytes| {
+    let page_bytes = queue.page_bytes(T::DTYPE, stored, CacheShape { key_value_heads, head_dim, vectors });
+    // Caches of NaN: what is not written must not be read.
+    let cache = || {
+        page_bytes.map(|bytes| {
             Tensor::from_slice(arena, [pages, bytes], &vec![0xff_u8; pages * bytes], CATEGORY).unwrap()
-        });
+        })
+    };
+    let caches: Vec<[Tensor; 2]> = (0..ranks).map(|_| cache()).collect();
     while readings.iter().any(|reading| reading.read < reading.case.query_len) {
         let (mut starts, mut cached, mut tables) = (vec![0_u32], Vec::new(), Vec::new());
         let (mut q, mut k, mut v) = (Vec::new(), Vec::new(), Vec::new());
@@ -128,7 +145,7 @@ fn read_in_steps<T: Float>(
         for (index, reading) in readings.iter_mut().enumerate() {
             let left = reading.case.query_len - reading.read;
             let len = left.min(steps[random(steps.len())]);
-            while reading.pages.len() * PAGE_TOKENS < reading.read + len {
+            while reading.pages.len() * page_tokens < reading.read + len {
                 reading.pages.push(free.swap_remove(random(free.len())));
             }
             let tokens = reading.read..reading.read + len;
@@ -148,34 +165,45 @@ fn read_in_steps<T: Float>(
             continue;
         }
         let [row_starts, cached, tables] = [&starts, &cached, &tables].map(|words| tensor(arena, words));
-        let cache = PagedCache {
-            stored,
-            keys: keys.view(),
-            values: has_values.then(|| values.view()),
-            row_starts: row_starts.view(),
-            cached: cached.view(),
-            pages: tables.view(),
-        };
         let [q, k, v] = [q, k, v].map(|elements| tensor(arena, &elements));
         let out = tensor(arena, &vec![T::store(f32::NAN); rows * heads * head_dim]);
-        let statistics = tensor(arena, &vec![f32::NAN; rows * heads]);
-        let key_shape = [rows, key_value_heads, head_dim];
-        queue.append_to_cache(
-            cache,
-            key_value_heads,
-            k.view().reshape(key_shape),
-            has_values.then(|| v.view().reshape(key_shape)),
-        );
-        let variant = VariantTensors::new(&readings[0].case, None, arena);
-        let shape = [rows, heads, head_dim];
-        queue.cached_attention(
-            &geometry(&readings[0].case, &variant),
-            cache,
-            q.view().reshape(shape),
-            out.view().reshape(shape),
-            statistics.view(),
-        );
-        let (out, statistics) = (out.view().to_vec::<T>(), statistics.view().to_vec::<f32>());
+        let parts = tensor(arena, &vec![f32::NAN; ranks * rows * heads * head_dim]);
+        let statistics = tensor(arena, &vec![f32::NAN; ranks * rows * heads]);
+        let (shape, key_shape) = ([rows, heads, head_dim], [rows, key_value_heads, head_dim]);
+        let (out, statistics) = (out.view().reshape(shape), statistics.view());
+        for (rank, [keys, values]) in caches.iter().enumerate() {
+            let cache = PagedCache {
+                stored,
+                keys: keys.view(),
+                values: has_values.then(|| values.view()),
+                row_starts: row_starts.view(),
+                cached: cached.view(),
+                pages: tables.view(),
+                place: CachePlace { ranks, rank },
+            };
+            queue.append_to_cache(
+                cache,
+                key_value_heads,
+                k.view().reshape(key_shape),
+                has_values.then(|| v.view().reshape(key_shape)),
+            );
+            let variant = VariantTensors::new(&readings[0].case, None, arena);
+            let geometry = geometry(&readings[0].case, &variant);
+            let sinks = geometry.variant.sinks.filter(|_| rank == 0);
+            let geometry = Attention { variant: AttentionVariant { sinks, ..geometry.variant }, ..geometry };
+            let part = |all: View<'_>| {
+                let of_each = all.elements() / ranks;
+                all.reshape([ranks, of_each]).rows(rank..rank + 1)
+            };
+            let own = if ranks == 1 { out } else { part(parts.view()).reshape(shape) };
+            let statistics = part(statistics).reshape([rows * heads]);
+            queue.cached_attention(&geometry, cache, q.view().reshape(shape), own, statistics);
+        }
+        if ranks > 1 {
+            queue.merge_attention(parts.view(), statistics, out);
+        }
+        let (out, mut statistics) = (out.to_vec::<T>(), statistics.to_vec::<f32>());
+        statistics.truncate(rows * heads);
         for ((reading, tokens), &start) in readings.iter_mut().zip(parts).zip(&starts) {
             reading.record(tokens, start as usize, (&out, &statistics));
         }
@@ -343,6 +371,86 @@ proptest! {
     }
 }
 
+/// Checks that ranks that share a cache have the attention of one rank, with the same bits for steps of any length.
+fn check_shared_by<T: Float>(
+    (case, lengths): (&Case, &[usize]),
+    ranks: usize,
+    level: CpuLevel,
+    (threads, seed): (usize, u64),
+) {
+    let arena = Arena::new();
+    let queue = queue(level, threads, &arena);
+    let philox = Philox::new(seed);
+    let mut draws = 0;
+    let mut random = |below: usize| {
+        draws += 1;
+        (philox.uniform(draws) * below as f64) as usize
+    };
+    for stored in KvCacheType::ALL.into_iter().filter(|stored| stored.holds(T::DTYPE)) {
+        let mut found_on = |ranks: usize, steps: &[usize]| {
+            let mut found: Vec<Reading<T>> = readings(case, lengths, seed);
+            let what = (stored, CachedVectors::KeyAndValue, steps);
+            read_on_ranks(&mut found, what, ranks, (&queue, &arena), &mut random);
+            found
+        };
+        let one = found_on(1, &[usize::MAX]);
+        let [in_one_step, found] = [&[usize::MAX], &STEPS[..]].map(|steps| found_on(ranks, steps));
+        for (number, ((one, in_one_step), found)) in one.iter().zip(&in_one_step).zip(&found).enumerate() {
+            let what = format!(
+                "{} in {stored} {level:?} on {ranks} ranks, sequence {number} of {lengths:?}",
+                T::DTYPE
+            );
+            assert_same_bits(&found.out, &in_one_step.out, &what);
+            // Outputs are rounded once, as on one rank.
+            let rounding = match T::DTYPE {
+                DType::BF16 => 4e-3,
+                DType::F16 => 5e-4,
+                _ => 1e-6,
+            };
+            let distance = distance(&found.out, &one.out);
+            assert!(distance <= rounding, "{what}: relative difference {distance} from one rank");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 8, ..ProptestConfig::default() })]
+
+    #[test]
+    fn ranks_that_share_pages_have_the_attention_of_one(
+        heads in 1_usize..=3,
+        group in prop::sample::select(vec![1_usize, 2, 5]),
+        head_dim in prop::sample::select(vec![8_usize, 33, 64, 80]),
+        variant in 0_usize..4,
+        lengths in prop::collection::vec(1_usize..400, 1..4),
+        ranks in 2_usize..=4,
+        threads in 1_usize..=2,
+        seed in 0_u64..1000,
+    ) {
+        let case = case(heads, group, head_dim, variant);
+        for level in levels() {
+            check_shared_by::<f32>((&case, &lengths), ranks, level, (threads, seed));
+            check_shared_by::<bf16>((&case, &lengths), ranks, level, (threads, seed));
+            check_shared_by::<f16>((&case, &lengths), ranks, level, (threads, seed));
+        }
+    }
+}
+
+#[test]
+fn parts_without_keys_have_no_weight_in_a_merge() {
+    let arena = Arena::new();
+    let queue = queue(CpuLevel::detect(), 2, &arena);
+    // Two parts of three rows of a head of two: one row has keys in both, one in the second, one in none.
+    let nothing = f32::NEG_INFINITY;
+    let parts = [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 5.0, 8.0, 3.0, 4.0, 0.0, 0.0_f32];
+    let statistics = [0.0, nothing, nothing, 3.0_f32.ln(), 80.0, nothing];
+    let [parts, statistics, out] = [&parts[..], &statistics, &[f32::NAN; 6]].map(|x| tensor(&arena, x));
+    queue.merge_attention(parts.view(), statistics.view(), out.view().reshape([3, 1, 2]));
+    let found = out.view().to_vec::<f32>();
+    let expected = [4.0, 6.5, 3.0, 4.0, 0.0, 0.0];
+    assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-6), "{found:?}, not {expected:?}");
+}
+
 /// Checks that a cache of one vector a token has the bits of a cache whose values are copies of its keys.
 fn check_shared<T: Float>(case: &Case, lengths: &[usize], level: CpuLevel, seed: u64) {
     let arena = Arena::new();
@@ -411,6 +519,7 @@ fn a_sequence_without_a_page_for_its_tokens_is_refused() {
         row_starts: row_starts.view(),
         cached: cached.view(),
         pages: pages.view(),
+        place: CachePlace::default(),
     };
     let new = tensor(&arena, &[0.0_f32; 8]);
     let new = new.view().reshape([1, 1, 8]);

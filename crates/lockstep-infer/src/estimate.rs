@@ -12,7 +12,7 @@ use lockstep_plan::Places;
 
 use crate::{
     InferencePlan, Workload,
-    run_memory::{kv_cache_bytes, record},
+    run_memory::{RankShare, record},
 };
 
 /// Rates of a machine.
@@ -55,7 +55,9 @@ impl Estimate {
         // Of experts a token reads some only.
         let (all, per_token) = (plan.model_bytes() as f64, flops(1));
         let read = per_token / 2.0 * plan.bytes_per_weight();
-        let cached = sequences as f64 * kv_cache_bytes(config, (plan.dtype(), plan.kv_cache), context) as f64;
+        let whole = RankShare::whole(config.num_hidden_layers() + 2);
+        let of_sequence = whole.kv_cache_bytes(config, (plan.dtype(), plan.kv_cache), context);
+        let cached = sequences as f64 * of_sequence as f64;
         let step = pass(sequences, all.min(sequences as f64 * read), cached, sequences as f64 * per_token);
         let prompt = pass(chunk, all, 0.0, flops(chunk));
         Self { prefill_tokens_per_s: chunk as f64 / prompt, decode_tokens_per_s: sequences as f64 / step }

@@ -110,7 +110,9 @@ impl<'m> Forward<'m> {
         logits: &mut Vec<f32>,
     ) -> Result<(), InferError> {
         let pipeline = self.model.ranks().groups().pipeline_peers();
-        let mut micro_batches = micro_batches(parts, pipeline.map_or(1, |pipeline| pipeline.group.size()));
+        // Each micro-batch would read weights from disk again.
+        let stages = pipeline.filter(|_| !self.model.reads_disk).map_or(1, |pipeline| pipeline.group.size());
+        let mut micro_batches = micro_batches(parts, stages);
         let padding = vec![0; self.place.ranks - 1];
         for parts in &mut micro_batches {
             let missing = rows_of(parts).next_multiple_of(self.place.ranks) - rows_of(parts);
@@ -190,7 +192,7 @@ impl<'m> Forward<'m> {
                 self.recorded.entry(rows).or_insert_with(record);
             }
             let [blocks, head] = of_parts.map(|rows| &self.recorded[&rows]);
-            let [frame_bytes, workspace_bytes] = frame_and_workspace_bytes(blocks, head);
+            let [frame_bytes, workspace_bytes] = frame_and_workspace_bytes(blocks, head, self.model.stage());
             let pages = parts.iter().map(|part| part.pages.len()).max().unwrap_or(0);
             sizes = sizes.max(Sizes {
                 frame_bytes,

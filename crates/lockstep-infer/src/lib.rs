@@ -51,7 +51,7 @@ pub use evaluate::{EVALUATED_WINDOWS, Evaluation, evaluate};
 pub use generate::Generator;
 pub use generation::GenerationConfig;
 pub use loaded::{LoadOptions, LoadedModel};
-pub use parallel::{PlannedWork, check_plan, plan_over};
+pub use parallel::{PlannedWork, check_placed, check_plan, plan_over};
 pub use placement_plan::{InferencePlan, MapChoice, PlanRequest, PredictedMemory};
 pub use run_memory::Workload;
 pub use sample::{Drawn, Sampler, Sampling, TokenLogprob};

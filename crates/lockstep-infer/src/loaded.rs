@@ -12,8 +12,9 @@ use lockstep_tensor::{Arena, BlockActivations, CacheShape, DiskTraffic, PAGE_TOK
 
 use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
+    held::StreamingRoom,
     placement_plan::CHUNK,
-    run_memory::{kv_cache_type, kv_layer_bytes, record},
+    run_memory::{RankShare, kv_cache_type, record},
     weight_form::WeightForm,
     weights::ModelWeights,
 };
@@ -60,6 +61,8 @@ pub struct LoadedModel {
     ranks: Ranks,
     /// Tokens of a prompt that are computed at once.
     pub(crate) chunk_tokens: usize,
+    /// True if a pass reads weights from disk on any rank.
+    pub(crate) reads_disk: bool,
     description: ModelDescription,
 }
 
@@ -93,9 +96,7 @@ impl LoadedModel {
     ) -> Result<Self, InferError> {
         let dtype = options.dtype.unwrap_or_else(|| directory.stored_dtype());
         let kv_cache = kv_cache_type(options.kv_cache, dtype)?;
-        // Collectives read what they reduce where it lies.
-        let shared = |group: &Group| group.arena(&[MemoryCategory::Workspace]);
-        let arena = ranks.group().map_or_else(Arena::new, shared);
+        let arena = arena(&ranks);
         let description = ModelDescription::of(directory)?;
         // Ranks that share sequences have the same weights, and one token cannot be shared.
         let places = Places { context: ContextPlace::default(), ..ranks.groups().places() };
@@ -118,15 +119,34 @@ impl LoadedModel {
     ///
     /// # Errors
     /// As for [`LoadedModel::open`], or if the offload directory cannot be written.
-    pub fn load_placed(directory: &ModelDirectory, mut plan: InferencePlan) -> Result<Self, InferError> {
+    pub fn load_placed(directory: &ModelDirectory, plan: InferencePlan) -> Result<Self, InferError> {
+        Self::load_placed_on(directory, plan, Ranks::alone())
+    }
+
+    /// Loads what this rank has of a model as a plan for it places it, as [`LoadedModel::load_placed`] does. All ranks call this.
+    ///
+    /// # Errors
+    /// As for [`LoadedModel::load_placed`], or if another rank is lost.
+    pub fn load_placed_on(
+        directory: &ModelDirectory,
+        mut plan: InferencePlan,
+        ranks: Ranks,
+    ) -> Result<Self, InferError> {
         plan.write_offloaded(directory)?;
         let InferencePlan { parts, resident, room, chunk_tokens, threads, kv_cache, .. } = plan;
-        let (arena, dtype) = (Arena::new(), parts.dtype());
+        // All ranks read the same tokens in a pass.
+        let chunk_tokens = ranks.all_numbers(chunk_tokens as u64)?.into_iter().min().unwrap_or(0) as usize;
+        let reads_disk = ranks.any(room != StreamingRoom::default())?;
+        let (arena, dtype) = (arena(&ranks), parts.dtype());
         let mut queue = queue(&arena, threads)?;
         queue.set_block_activations(parts.form().activations);
         let weights = ModelWeights::load_placed(directory, parts, (&resident, room), &arena, &*queue)?;
         let description = ModelDescription::of(directory)?;
-        Ok(Self::of(description, weights, (dtype, kv_cache, chunk_tokens), (arena, queue), Ranks::alone()))
+        if let Some(group) = ranks.group() {
+            group.set_workers(queue.workers());
+        }
+        let model = Self::of(description, weights, (dtype, kv_cache, chunk_tokens), (arena, queue), ranks);
+        Ok(Self { reads_disk, ..model })
     }
 
     fn of(
@@ -137,7 +157,8 @@ impl LoadedModel {
         ranks: Ranks,
     ) -> Self {
         let config = description.config().clone();
-        Self { config, weights, dtype, kv_cache, arena, queue, ranks, chunk_tokens, description }
+        let reads_disk = false;
+        Self { config, weights, dtype, kv_cache, arena, queue, ranks, chunk_tokens, reads_disk, description }
     }
 
     /// Returns the ranks that run the model, as this one sees them.
@@ -163,10 +184,8 @@ impl LoadedModel {
 
     /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
     pub fn kv_cache_bytes(&self, context: usize) -> u64 {
-        // Each rank that shares the cache has a page of each of these.
-        let on_this_rank = context.div_ceil(self.page_tokens()) * PAGE_TOKENS;
-        let types = (self.dtype, self.kv_cache);
-        self.layers().len() as u64 * kv_layer_bytes(types, self.cache_shape(), on_this_rank)
+        let share = RankShare { stage: self.stage(), places: self.ranks.groups().places() };
+        share.kv_cache_bytes(&self.config, (self.dtype, self.kv_cache), context)
     }
 
     /// Returns this rank's place among those that share the key-value caches: the context-parallel ranks.
@@ -256,6 +275,12 @@ impl LoadedModel {
         let places = self.ranks.groups().places().for_generation();
         record(&self.config, self.dtype, [1, rows], HeadOutput::Logits, places)
     }
+}
+
+/// Returns the arena of a model: collectives read what they reduce where it lies.
+fn arena(ranks: &Ranks) -> Arena {
+    let shared = |group: &Group| group.arena(&[MemoryCategory::Workspace]);
+    ranks.group().map_or_else(Arena::new, shared)
 }
 
 /// Returns a queue on which a token's logits do not depend on the tokens that are computed with it.

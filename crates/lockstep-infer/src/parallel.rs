@@ -89,6 +89,32 @@ pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Resul
     }
 }
 
+/// Checks that the ranks of a plan can place their weights under limits on memory.
+///
+/// # Errors
+/// If ranks have shards of weights, or parts of the windows or the layers of an evaluation.
+pub fn check_placed(plan: &CheckedPlan, work: PlannedWork) -> Result<(), InferError> {
+    let Degrees { tensor, pipeline, context, .. } = plan.plan().mesh;
+    let is_evaluation = matches!(work, PlannedWork::Evaluation { .. });
+    let allowed = if is_evaluation {
+        "data_parallel_replicate"
+    } else {
+        "pipeline_parallel, context_parallel and data_parallel_replicate"
+    };
+    let degrees = [
+        ("tensor_parallel", tensor, true),
+        ("pipeline_parallel", pipeline, is_evaluation),
+        ("context_parallel", context, is_evaluation),
+    ];
+    let broken = degrees.into_iter().filter(|&(_, degree, is_refused)| degree > 1 && is_refused);
+    let problems: Vec<String> = broken
+        .map(|(name, degree, _)| {
+            format!("{name} {degree}: --device-map, --max-memory and --offload-dir are for ranks with whole layers; allowed: {allowed}")
+        })
+        .collect();
+    if problems.is_empty() { Ok(()) } else { Err(InferError::Plan { problems }) }
+}
+
 /// Returns the mesh with all data-parallel ranks as replicas: without gradients and optimizer there is no state to shard over them.
 fn inference_mesh(mesh: Degrees) -> Degrees {
     Degrees { replicate: mesh.replicate.saturating_mul(mesh.shard), shard: 1, ..mesh }
@@ -111,7 +137,7 @@ fn unsupported(plan: &Plan) -> Vec<String> {
         ),
         (
             plan.residence.parameters == Residence::Disk,
-            "parameters on disk: weights of several ranks stay in memory; allowed: \"none\", or one rank with --max-memory".to_owned(),
+            "parameters on disk: what is on disk is chosen by --max-memory; allowed: \"none\"".to_owned(),
         ),
     ];
     rules.into_iter().filter(|(is_broken, _)| *is_broken).map(|(_, what)| what).collect()

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use lockstep_checkpoint::{ModelDirectory, OffloadedWeights, WeightQuantization, WeightType};
 use lockstep_config::human;
-use lockstep_engine::EngineError;
+use lockstep_engine::{EngineError, Ranks};
 use lockstep_model::{HeadOutput, ModelConfig};
 use lockstep_plan::{DType, KvCacheType, ParameterId, Places};
 use lockstep_tensor::{BlockActivations, DiskIo, Workers, host::available_memory_bytes};
@@ -22,7 +22,7 @@ use crate::{
     },
     experts::{ExpertReads, ExpertRoom, ExpertStack},
     held::StreamingRoom,
-    run_memory::{RunMemory, Workload, kv_cache_type, record},
+    run_memory::{RankShare, RunMemory, Workload, kv_cache_type, record},
     stream::WeightFiles,
     unit_layout::UnitLayout,
     weight_form::WeightForm,
@@ -155,6 +155,20 @@ impl InferencePlan {
     /// # Errors
     /// If the model is no causal language model, a limit is too small, a device does not exist, or a given map does not fit the model.
     pub fn new(directory: &ModelDirectory, dtype: DType, request: &PlanRequest) -> Result<Self, InferError> {
+        Self::on_rank(directory, dtype, request, &Ranks::alone())
+    }
+
+    /// Places what this rank has of a model, as [`InferencePlan::new`] does: the units of its pipeline stage, and its pages of the cache.
+    /// Limits are those of each rank. The plan of the ranks is one that [`check_placed`](crate::check_placed) has checked.
+    ///
+    /// # Errors
+    /// As for [`InferencePlan::new`], or if weights that must be made are not in the offload directory yet: one rank writes them.
+    pub fn on_rank(
+        directory: &ModelDirectory,
+        dtype: DType,
+        request: &PlanRequest,
+        ranks: &Ranks,
+    ) -> Result<Self, InferError> {
         let gpus: Vec<String> = request.limits.gpus.iter().map(|&(number, _)| no_gpu(number)).collect();
         if !gpus.is_empty() {
             return Err(InferError::DeviceMap { origin: "--max-memory".to_owned(), problems: gpus });
@@ -164,17 +178,36 @@ impl InferencePlan {
         if let Some(dir) = &request.offload_dir {
             match OffloadedWeights::find(dir, directory, dtype, &parts.made_weights())? {
                 Some(written) => parts.add_stored(written.stored_parameters()),
-                None => parts.assume_written(),
+                None if ranks.size() == 1 || parts.made().next().is_none() => parts.assume_written(),
+                None => {
+                    let dir = dir.display();
+                    let problem = format!(
+                        "{dir} does not hold the weights that must be made; one rank with the same flags writes them"
+                    );
+                    return Err(InferError::DeviceMap {
+                        origin: "--offload-dir".to_owned(),
+                        problems: vec![problem],
+                    });
+                }
             }
         }
+        // A map is for the whole model.
+        let given = match &request.map {
+            MapChoice::Given { map, origin } => Some(given_residences(map, origin, &parts)?),
+            MapChoice::Balanced | MapChoice::Sequential => None,
+        };
+        let stage = ranks.groups().stage(parts.units.len());
+        let parts = parts.of_stage(stage.clone());
         let kv_cache = kv_cache_type(request.kv_cache, dtype)?;
-        let question = Question { config: &config, request, kv_cache };
+        let share = RankShare { stage, places: ranks.groups().places() };
+        let question = Question { config: &config, request, kv_cache, share: &share };
         let limit = request.limits.cpu.or_else(available_memory_bytes).unwrap_or(u64::MAX);
         let least = question.least(&parts);
-        let Solution { resident, room, chunk } = match &request.map {
-            MapChoice::Given { map, origin } => question.given(&parts, map, origin, limit)?,
-            choice => {
-                let order = if *choice == MapChoice::Sequential { Order::Sequential } else { Order::Spread };
+        let Solution { resident, room, chunk } = match given {
+            Some(resident) => question.given(&parts, resident, limit),
+            None => {
+                let is_in_order = request.map == MapChoice::Sequential;
+                let order = if is_in_order { Order::Sequential } else { Order::Spread };
                 let solved = question.solve(&parts, order, limit);
                 let refused =
                     || question.too_small(&parts, limit, least, &question.remedies(directory, &parts, least));
@@ -206,8 +239,8 @@ impl InferencePlan {
         let streamed_bytes = layouts.iter().map(|[_, streamed]| streamed.bytes as u64).sum();
         let stacks = parts.expert_stacks_on_disk(&resident);
         let expert_reads = ExpertReads::new(&stacks, room.experts, experts_per_token);
-        let on_disk = (0..resident.len()).filter(|&id| !resident[id]).map(ParameterId);
-        let disk_bytes = on_disk.filter(|&id| parts.owner(id) == id).map(|id| parts.bytes(id)).sum();
+        let on_disk = parts.owned().filter(|id| !resident[id.0]);
+        let disk_bytes = on_disk.map(|id| parts.bytes(id)).sum();
         let modules = parts.rows();
         let device = |ids: &[ParameterId]| match ids.iter().all(|&id| resident[parts.owner(id).0]) {
             true => Device::Cpu,
@@ -324,11 +357,14 @@ struct Question<'q> {
     config: &'q ModelConfig,
     request: &'q PlanRequest,
     kv_cache: KvCacheType,
+    /// What this rank has of the model.
+    share: &'q RankShare,
 }
 
 impl Question<'_> {
     fn run(&self, parts: &ModelParts, chunk: usize) -> RunMemory {
-        let run = RunMemory::of(self.config, (parts.dtype(), self.kv_cache), self.request.workload, chunk);
+        let types = (parts.dtype(), self.kv_cache);
+        let run = RunMemory::of(self.config, self.share, types, self.request.workload, chunk);
         RunMemory { workspace: run.workspace + Workers::booked_bytes(self.request.threads) as u64, ..run }
     }
 
@@ -398,25 +434,8 @@ impl Question<'_> {
         Some(Solution { resident, room: StreamingRoom { buffers, experts }, chunk })
     }
 
-    /// Returns what [`Question::solve`] does, for a given map.
-    fn given(
-        &self,
-        parts: &ModelParts,
-        map: &DeviceMap,
-        origin: &str,
-        limit: u64,
-    ) -> Result<Solution, InferError> {
-        let refuse = |problems| InferError::DeviceMap { origin: origin.to_owned(), problems };
-        let resident = residences(map, parts).map_err(refuse)?;
-        let made = parts.made().filter(|id| !resident[id.0]);
-        let made: Vec<String> = made.map(|id| parts.tensors[id.0][0].clone()).collect();
-        if let Some(first) = made.first() {
-            return Err(refuse(vec![format!(
-                "{} (the first is {first}) cannot be read from disk as they are stored; give --offload-dir DIR, where \
-                 they are written once",
-                human::plural(made.len(), "weight")
-            )]));
-        }
+    /// Returns what [`Question::solve`] does, for given places.
+    fn given(&self, parts: &ModelParts, resident: Vec<bool>, limit: u64) -> Solution {
         let streamed = UnitLayout::of_units(parts, &resident);
         let streamed = streamed.iter().filter(|[_, streamed]| !streamed.weights.is_empty()).count();
         let stacks = parts.expert_stacks_on_disk(&resident);
@@ -429,7 +448,7 @@ impl Question<'_> {
         let (mut room, chunk) = fitting.unwrap_or(choices[choices.len() - 1]);
         let left = limit.saturating_sub(bytes(room, chunk)) + experts.bytes() as u64;
         room.experts = ExpertRoom::for_all(&stacks).within(left.max(experts.bytes() as u64));
-        Ok(Solution { resident, room, chunk })
+        Solution { resident, room, chunk }
     }
 
     fn memory(
@@ -465,7 +484,8 @@ impl Question<'_> {
         if self.request.quantize.is_none() {
             let int4 = WeightQuantization { to: WeightType::Int4, group_size: None };
             let request = PlanRequest { quantize: Some(int4), ..self.request.clone() };
-            let mut quantized = self::parts(directory, self.config, parts.dtype(), &request);
+            let quantized = self::parts(directory, self.config, parts.dtype(), &request);
+            let mut quantized = quantized.of_stage(parts.stage.clone());
             // Quantized matrices are written once, else all of them stay in memory.
             quantized.assume_written();
             let offload = if request.offload_dir.is_none() { " --offload-dir DIR" } else { "" };
@@ -492,6 +512,22 @@ impl Question<'_> {
     }
 }
 
+/// Returns, for each parameter of a model, whether a given map keeps it in memory.
+fn given_residences(map: &DeviceMap, origin: &str, parts: &ModelParts) -> Result<Vec<bool>, InferError> {
+    let refuse = |problems| InferError::DeviceMap { origin: origin.to_owned(), problems };
+    let resident = residences(map, parts).map_err(refuse)?;
+    let made = parts.made().filter(|id| !resident[id.0]);
+    let made: Vec<String> = made.map(|id| parts.tensors[id.0][0].clone()).collect();
+    match made.first() {
+        None => Ok(resident),
+        Some(first) => Err(refuse(vec![format!(
+            "{} (the first is {first}) cannot be read from disk as they are stored; give --offload-dir DIR, where they are \
+             written once",
+            human::plural(made.len(), "weight")
+        )])),
+    }
+}
+
 /// Returns a limit in MiB that `bytes` fit. The process may be larger by a little next time.
 fn least_mib(bytes: u64) -> u64 {
     (bytes >> 20) + 2
@@ -502,27 +538,26 @@ fn all_resident(items: &[Item]) -> u64 {
     items.iter().map(|item| item.resident_bytes).sum()
 }
 
-/// Returns the parts of a model as the solver sees them, with the parameters of each: one for each unit, of the parameters that
+/// Returns the parts of a stage as the solver sees them, with the parameters of each: one for each unit, of the parameters that
 /// `is_part` selects. A table that an output layer is tied to belongs to the unit of that layer, which reads all of it.
 fn items(
     parts: &ModelParts,
     rows: usize,
     is_part: impl Fn(ParameterId) -> bool,
 ) -> (Vec<Item>, Vec<Vec<ParameterId>>) {
-    let ids = || (0..parts.records.len()).map(ParameterId);
-    let last_unit = |owner: ParameterId| {
-        let readers = ids().filter(|&id| parts.owner(id) == owner);
-        readers.map(|id| parts.records[id.0].unit).max().unwrap_or(0)
-    };
+    let reads =
+        |unit: usize, owner: ParameterId| parts.units[unit].iter().any(|&id| parts.owner(id) == owner);
     let mut of_unit = vec![Vec::new(); parts.units.len()];
-    let owned = ids().filter(|&id| parts.owner(id) == id && is_part(id));
-    owned.for_each(|id| of_unit[last_unit(id)].push(id));
+    for id in parts.owned().filter(|&id| is_part(id)) {
+        let last = parts.stage.clone().rev().find(|&unit| reads(unit, id));
+        of_unit[last.expect("a unit of the stage reads it")].push(id);
+    }
     let item = |(unit, ids): (usize, &Vec<ParameterId>)| {
         let layout = UnitLayout::new(parts, ids.iter().copied());
         let made = ids.iter().filter(|&&id| parts.place(id) == WeightPlace::Made);
         let one_by_one = ids.iter().filter(|&&id| parts.place(id) == WeightPlace::OneByOne);
         let made_bytes: u64 = made.clone().chain(one_by_one).map(|&id| parts.bytes(id)).sum();
-        let tables = ids.iter().filter(|id| parts.records[id.0].unit == 0);
+        let tables = ids.iter().filter(|id| parts.units[0].contains(id));
         // A resident table lies with its own unit.
         let of_one_unit = ids.chunk_by(|a, b| parts.records[a.0].unit == parts.records[b.0].unit);
         let resident =
@@ -539,7 +574,8 @@ fn items(
             },
         }
     };
-    (of_unit.iter().enumerate().map(item).collect(), of_unit)
+    let of_stage = of_unit.into_iter().enumerate().filter(|(unit, _)| parts.stage.contains(unit));
+    of_stage.map(|(unit, ids)| (item((unit, &ids)), ids)).unzip()
 }
 
 /// Returns the bytes of a mapped table that lookups of `rows` rows touch: whole pages.

@@ -1,5 +1,7 @@
 //! The memory of a run besides weights: caches of keys and values, activations and workspace, before anything is allocated.
 
+use std::ops::Range;
+
 use lockstep_engine::Runner;
 use lockstep_graph::{BlockShape, Mode, Program, RecomputeRules, Statistics};
 use lockstep_model::{Flops, HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
@@ -45,21 +47,41 @@ pub(crate) struct RunMemory {
     pub(crate) workspace: u64,
 }
 
+/// What a rank has of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RankShare {
+    /// Units of its pipeline stage.
+    pub(crate) stage: Range<usize>,
+    pub(crate) places: Places,
+}
+
+impl RankShare {
+    /// Returns the share of one rank, of a model of `units` units.
+    pub(crate) fn whole(units: usize) -> Self {
+        Self { stage: 0..units, places: Places::default() }
+    }
+
+    /// Returns the number of layers, among units of which the first is the embedding and the last the head.
+    fn layers(&self, units: usize) -> usize {
+        self.stage.end.min(units - 1) - self.stage.start.clamp(1, units - 1)
+    }
+}
+
 impl RunMemory {
-    /// Returns the memory of a workload, of which prompts are read in chunks of `chunk` tokens.
+    /// Returns the memory of a workload on a rank, of which prompts are read in chunks of `chunk` tokens.
     pub(crate) fn of(
         config: &ModelConfig,
+        share: &RankShare,
         (dtype, kv_cache): (DType, KvCacheType),
         workload: Workload,
         chunk: usize,
     ) -> Self {
         match workload {
             Workload::Generation { sequences, context } => {
-                let generation = Self::of_generation(config, dtype, sequences, (chunk, context));
-                Self {
-                    kv_cache: sequences as u64 * kv_cache_bytes(config, (dtype, kv_cache), context),
-                    ..generation
-                }
+                let generation = Self::of_generation(config, share, dtype, sequences, (chunk, context));
+                let bytes = sequences as u64 * share.kv_cache_bytes(config, (dtype, kv_cache), context)
+                    + share.padding_bytes(config, (dtype, kv_cache));
+                Self { kv_cache: bytes, ..generation }
             }
             Workload::Evaluation { windows, seq_len } => {
                 let model = record(config, dtype, [windows, seq_len], HeadOutput::Losses, Places::default());
@@ -77,32 +99,53 @@ impl RunMemory {
     /// Returns the memory of a forward with a chunk of a prompt and the logits of all sequences.
     fn of_generation(
         config: &ModelConfig,
+        share: &RankShare,
         dtype: DType,
         sequences: usize,
         (chunk, context): (usize, usize),
     ) -> Self {
-        let rows = chunk.min(sequences * context).max(sequences);
-        let [blocks, head] = [rows, sequences]
-            .map(|rows| record(config, dtype, [1, rows], HeadOutput::Logits, Places::default()));
-        let [frame, workspace] = frame_and_workspace_bytes(&blocks, &head);
+        let places = share.places.for_generation();
+        let ranks = places.cache.ranks;
+        let rows = chunk.min(sequences * context).max(sequences).next_multiple_of(ranks);
+        let [blocks, head] = [rows, sequences * ranks]
+            .map(|rows| record(config, dtype, [1, rows], HeadOutput::Logits, places));
+        let [frame, workspace] = frame_and_workspace_bytes(&blocks, &head, share.stage.clone());
         let words = |count: usize| booked_bytes(count * DType::U32.size_bytes());
+        let matrix = |rows: usize| booked_bytes(rows * config.hidden_size() * dtype.size_bytes());
         let logits = sequences * config.vocab_size() * DType::F32.size_bytes();
-        let tables =
-            words(sequences + 1) + words(sequences) + words(sequences * context.div_ceil(PAGE_TOKENS));
+        let pages = context.div_ceil(PAGE_TOKENS * ranks);
+        let tables = words(sequences + 1) + words(sequences) + words(sequences * pages);
         // Logits are on the host as well.
         let activations = 2 * booked_bytes(frame)
             + 2 * words(rows)
-            + booked_bytes(sequences * config.hidden_size() * dtype.size_bytes())
+            + matrix(sequences)
+            + if ranks > 1 { matrix(rows) } else { 0 }
             + 2 * booked_bytes(logits)
             + tables;
         Self { kv_cache: 0, activations: activations as u64, workspace: booked_bytes(workspace) as u64 }
     }
 }
 
-/// Returns the bytes of the cached keys and values of one sequence of `context` tokens: whole pages.
-pub(crate) fn kv_cache_bytes(config: &ModelConfig, types: (DType, KvCacheType), context: usize) -> u64 {
-    let layers = config.num_hidden_layers();
-    layers as u64 * kv_layer_bytes(types, config.cache_shape(), context)
+impl RankShare {
+    /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
+    pub(crate) fn kv_cache_bytes(
+        &self,
+        config: &ModelConfig,
+        types: (DType, KvCacheType),
+        context: usize,
+    ) -> u64 {
+        let places = self.places.for_generation();
+        let shape = config.cache_shape().of_rank(places.tensor.ranks);
+        let on_this_rank = context.div_ceil(PAGE_TOKENS * places.cache.ranks) * PAGE_TOKENS;
+        let layers = self.layers(config.num_hidden_layers() + 2);
+        layers as u64 * kv_layer_bytes(types, shape, on_this_rank)
+    }
+
+    /// Returns the bytes of the page of rows that belong to no sequence, which ranks that share a cache have.
+    fn padding_bytes(&self, config: &ModelConfig, types: (DType, KvCacheType)) -> u64 {
+        let is_shared = self.places.context.ranks > 1;
+        if is_shared { self.kv_cache_bytes(config, types, 1) } else { 0 }
+    }
 }
 
 /// Returns the bytes of the cached keys and values of one sequence in one layer with a cache of `shape`, for a computation in one
@@ -130,11 +173,18 @@ pub(crate) fn kv_cache_type(asked: Option<KvCacheType>, dtype: DType) -> Result<
     })
 }
 
-/// Returns the bytes of a frame and of the workspace in which the embedding and the blocks of `blocks` and the head of `head` run.
-/// Logits of all rows of a prompt would be the largest value by far.
-pub(crate) fn frame_and_workspace_bytes(blocks: &RecordedModel, head: &RecordedModel) -> [usize; 2] {
+/// Returns the bytes of a frame and of the workspace in which the units of a stage run: the embedding and the blocks of `blocks`, and the
+/// head of `head`. Logits of all rows of a prompt would be the largest value by far.
+pub(crate) fn frame_and_workspace_bytes(
+    blocks: &RecordedModel,
+    head: &RecordedModel,
+    stage: Range<usize>,
+) -> [usize; 2] {
     let last = head.units() - 1;
-    let programs = || (0..last).map(|unit| blocks.program(unit)).chain([head.program(last)]);
+    // The output of the unit before the stage is received into a frame.
+    let units = stage.start.saturating_sub(1)..stage.end;
+    let programs =
+        || units.clone().map(|unit| if unit == last { head.program(unit) } else { blocks.program(unit) });
     let most = |bytes: fn(&Program) -> usize| programs().map(bytes).max().unwrap_or(0);
     [most(Program::frame_bytes), most(Program::workspace_bytes)]
 }

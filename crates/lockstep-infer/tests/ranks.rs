@@ -30,6 +30,9 @@ use lockstep_tensor::PAGE_TOKENS;
 
 use crate::common::{config, random_model, with_experts};
 
+#[path = "ranks/placed.rs"]
+mod placed;
+
 #[path = "ranks/shared_cache.rs"]
 mod shared_cache;
 
@@ -98,6 +101,17 @@ fn on_ranks_with<T: Send>(
     options: LoadOptions,
     find: impl Fn(&LoadedModel) -> T + Sync,
 ) -> Vec<T> {
+    on_each_rank(directory, plan, |directory, ranks| {
+        find(&LoadedModel::load_on(directory, options, ranks).unwrap())
+    })
+}
+
+/// Returns what each rank of a plan finds in a directory.
+fn on_each_rank<T: Send>(
+    directory: &Path,
+    plan: &CheckedPlan,
+    find: impl Fn(&ModelDirectory, Ranks) -> T + Sync,
+) -> Vec<T> {
     let groups = World::in_process(plan.mesh().world_size(), WorldOptions::default()).unwrap();
     let find = &find;
     thread::scope(|scope| {
@@ -107,8 +121,7 @@ fn on_ranks_with<T: Send>(
                 scope.spawn(move || {
                     let of_rank = plan.rank(group.rank());
                     let groups = Groups::new(group, of_rank, Duration::from_secs(60)).unwrap();
-                    let directory = ModelDirectory::open(directory).unwrap();
-                    find(&LoadedModel::load_on(&directory, options, Ranks::new(groups)).unwrap())
+                    find(&ModelDirectory::open(directory).unwrap(), Ranks::new(groups))
                 })
             })
             .collect();

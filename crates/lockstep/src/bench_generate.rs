@@ -93,7 +93,7 @@ fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failu
     let world_size = ranks.size();
     let context = arguments.context();
     let workload = Workload::Generation { sequences: arguments.sequences as usize, context };
-    let plan = found.plan(workload)?;
+    let plan = found.plan(workload, &ranks)?;
     let before = read_alone(plan.as_ref())?;
     let start = Instant::now();
     let PlacedModel { model, placed } = found.load(workload, ranks)?;

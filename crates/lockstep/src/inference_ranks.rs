@@ -79,8 +79,8 @@ impl RankArguments {
             if plan.mesh().world_size() == 1 {
                 return Ok(ControlFlow::Continue(Ranks::alone()));
             }
+            found.check_placement(&plan, work)?;
         }
-        found.refuse_placement_on_ranks()?;
         if let Some(flag) = self.given.flags.first_given().filter(|_| is_rank && !is_launched()) {
             return Err(Failure::configuration(format!(
                 "{flag} asks for ranks to be started, and this process is one that another launcher has started; leave {flag} out"
@@ -101,6 +101,7 @@ impl RankArguments {
             output::mute();
         }
         let plan = checked(&config, model, group.size(), work)?;
+        found.check_placement(&plan, work)?;
         let limit = Duration::from_secs_f64(config.parallel.timeout_s);
         let rank = group.rank();
         let groups = Groups::new(group, plan.rank(rank), limit).map_err(|error| told_by(error, rank))?;

@@ -9,15 +9,17 @@ use lockstep_config::{NamedModel, find_described, find_weights, human};
 use lockstep_engine::Ranks;
 use lockstep_infer::{
     DeviceMap, InferError, InferencePlan, LoadOptions, LoadedModel, MapChoice, MemoryLimits,
-    ModelDescription, PlanRequest, Workload,
+    ModelDescription, PlanRequest, PlannedWork, Workload, check_placed,
 };
 use lockstep_model::ModelConfig;
+use lockstep_plan::CheckedPlan;
 use lockstep_tensor::host::proportional_bytes;
 use serde_json::{Map, Value, json};
 
-use crate::exit::Failure;
+use crate::exit::{FAILED, Failure};
 use crate::output::note;
 use crate::quantize::note_decoded;
+use crate::ranks::told_by;
 
 /// Type of the weights of a preset, as almost all published models have it.
 const PRESET_DTYPE: DType = DType::BF16;
@@ -126,40 +128,53 @@ impl FoundModel {
         self.options.dtype.unwrap_or_else(|| self.directory.stored_dtype())
     }
 
-    /// Places the model for a workload; `None` if there are no limits.
-    pub(crate) fn plan(&self, workload: Workload) -> Result<Option<InferencePlan>, Failure> {
+    /// Places what this rank has of the model for a workload; `None` if there are no limits. All ranks call this.
+    pub(crate) fn plan(&self, workload: Workload, ranks: &Ranks) -> Result<Option<InferencePlan>, Failure> {
         if !self.placement.is_given() {
             return Ok(None);
         }
-        let request = self.placement.request(workload, self.options)?;
-        Ok(Some(InferencePlan::new(&self.directory, self.dtype(), &request)?))
+        let request = self.placement.request(workload, self.options);
+        let plan = request
+            .and_then(|request| Ok(InferencePlan::on_rank(&self.directory, self.dtype(), &request, ranks)?));
+        all_or_none(ranks, plan).map(Some)
     }
 
-    /// Refuses limits on memory, which are for one rank.
-    pub(crate) fn refuse_placement_on_ranks(&self) -> Result<(), Failure> {
-        match self.placement.is_given() {
-            true => Err(Failure::configuration(
-                "--device-map, --max-memory and --offload-dir are for one rank: the shards of several stay in memory; leave them out, \
-                 or run one rank",
-            )),
-            false => Ok(()),
+    /// Refuses limits on memory on ranks of a plan that cannot keep them.
+    pub(crate) fn check_placement(&self, plan: &CheckedPlan, work: PlannedWork) -> Result<(), Failure> {
+        if self.placement.is_given() {
+            check_placed(plan, work)?;
         }
+        Ok(())
     }
 
-    /// Loads the model or this rank's shards of it, and prints its map if it is placed.
+    /// Loads the model or this rank's part of it, and prints its map if it is placed.
     pub(crate) fn load(&self, workload: Workload, ranks: Ranks) -> Result<PlacedModel, Failure> {
-        let Some(plan) = self.plan(workload)? else {
+        let Some(plan) = self.plan(workload, &ranks)? else {
             let model = LoadedModel::load_on(&self.directory, self.options, ranks)?;
             return Ok(PlacedModel { model, placed: None });
         };
-        for line in table(&plan) {
-            note!("{line}");
-        }
-        let weights = [plan.model_bytes() - plan.disk_bytes, plan.disk_bytes];
-        let (map, predicted_bytes) = (plan.map.to_json(), plan.memory.total());
-        let placed = Placed { map, predicted_bytes, weights };
-        let model = LoadedModel::load_placed(&self.directory, plan)?;
+        let placed = Placed::of(&plan, &ranks)?;
+        let model = LoadedModel::load_placed_on(&self.directory, plan, ranks)?;
         Ok(PlacedModel { model, placed: Some(placed) })
+    }
+}
+
+/// Returns this rank's result if all ranks have one. Else the first rank reports the first failure, and the others none.
+fn all_or_none<T>(ranks: &Ranks, own: Result<T, Failure>) -> Result<T, Failure> {
+    if ranks.size() == 1 {
+        return own;
+    }
+    let lost = |error| told_by(error, ranks.rank());
+    let (message, code) = own.as_ref().err().map_or(("", 0), |failure| (&*failure.message, failure.code));
+    let codes = ranks.all_numbers(code.into()).map_err(lost)?;
+    let messages = ranks.gather(message.as_bytes()).map_err(lost)?;
+    match codes.iter().position(|code| *code != 0) {
+        None => own,
+        Some(rank) => {
+            let message = messages.get(rank).map(|message| String::from_utf8_lossy(message));
+            let message = message.map_or(String::new(), |message| format!("rank {rank}: {message}"));
+            Err(Failure { message, code: codes[rank] as u8 })
+        }
     }
 }
 
@@ -171,10 +186,43 @@ pub(crate) struct PlacedModel {
 
 /// The map of a placed model, in Accelerate's form, and its predicted memory.
 pub(crate) struct Placed {
+    /// The map of all stages, on the first rank.
     pub(crate) map: Value,
+    /// Predicted memory of this rank.
     pub(crate) predicted_bytes: u64,
-    /// Bytes of the weights in memory, and of those on disk.
+    /// Bytes of the weights in memory, and of those on disk, of the ranks of the first replica.
     pub(crate) weights: [u64; 2],
+}
+
+impl Placed {
+    /// Prints the maps of the first replica's ranks, and returns what is reported of them. All ranks call this.
+    fn of(plan: &InferencePlan, ranks: &Ranks) -> Result<Self, Failure> {
+        let lost = |error| told_by(error, ranks.rank());
+        let own = json!({ "map": plan.map.to_json(), "table": table(plan) });
+        let sent = if ranks.is_in_first_replica() { own.to_string() } else { String::new() };
+        let of_ranks = ranks.gather(sent.as_bytes()).map_err(lost)?;
+        let mut map = serde_json::Map::new();
+        for (rank, sent) in of_ranks.iter().enumerate().filter(|(_, sent)| !sent.is_empty()) {
+            let damaged = |error: serde_json::Error| Failure {
+                message: format!("the map of rank {rank} is damaged: {error}"),
+                code: FAILED,
+            };
+            let mut sent: Value = serde_json::from_slice(sent).map_err(damaged)?;
+            if let Value::Object(of_rank) = sent["map"].take() {
+                map.extend(of_rank);
+            }
+            if ranks.size() > 1 {
+                note!("rank {rank}:");
+            }
+            for line in sent["table"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+                note!("{line}");
+            }
+        }
+        let sum = |own: u64| ranks.sum_of_all(if ranks.is_in_first_replica() { own } else { 0 });
+        let weights = [plan.model_bytes() - plan.disk_bytes, plan.disk_bytes];
+        let weights = [sum(weights[0]).map_err(lost)?, sum(weights[1]).map_err(lost)?];
+        Ok(Self { map: Value::Object(map), predicted_bytes: plan.memory.total(), weights })
+    }
 }
 
 impl PlacedModel {

@@ -3,6 +3,7 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, HashMap},
+    ops::Range,
     path::{Path, PathBuf},
 };
 
@@ -60,7 +61,9 @@ pub(crate) struct ModelModule {
 #[derive(Debug)]
 pub(crate) struct ModelParts {
     pub(crate) records: Vec<ParameterRecord>,
-    /// Parameters of each unit, tied ones included.
+    /// Units of this rank's stage: all without a pipeline.
+    pub(crate) stage: Range<usize>,
+    /// Parameters of each unit of the stage, tied ones included; none of other units.
     pub(crate) units: Vec<Vec<ParameterId>>,
     /// Modules in the model's order; those of one unit are consecutive.
     pub(crate) modules: Vec<ModelModule>,
@@ -68,6 +71,8 @@ pub(crate) struct ModelParts {
     pub(crate) tensors: Vec<Vec<String>>,
     pub(crate) files: Vec<PathBuf>,
     places: Vec<WeightPlace>,
+    /// For each parameter, true if it owns weights that a unit of the stage reads.
+    is_read: Vec<bool>,
     /// File and first byte of each expert's matrix of the stacks that are stored [one by one](WeightPlace::OneByOne).
     matrices: HashMap<ParameterId, Vec<(usize, u64)>>,
     /// Elements of each parameter in memory.
@@ -88,12 +93,55 @@ impl ModelParts {
         let modules = modules(&units, &tensors, is_block, |id| is_expert_stack(&records[id.0]));
         let (files, places, assumed) = (Vec::new(), vec![WeightPlace::Made; records.len()], Vec::new());
         let elements = elements_in_memory(directory, &records, form);
-        let matrices = HashMap::new();
-        let mut parts =
-            Self { records, units, modules, tensors, files, places, matrices, elements, assumed, form };
+        let (matrices, stage) = (HashMap::new(), 0..units.len());
+        let is_read = records.iter().map(|record| record.tie.is_none()).collect();
+        let mut parts = Self {
+            records,
+            stage,
+            units,
+            modules,
+            tensors,
+            files,
+            places,
+            is_read,
+            matrices,
+            elements,
+            assumed,
+            form,
+        };
         parts.add_stored(directory.stored_parameters());
         parts.add_matrices(&directory.stored_pieces());
         parts
+    }
+
+    /// Returns the parts that the units of a pipeline stage read. Weights that are tied to those of another stage are a parameter of the
+    /// unit that reads them here.
+    pub(crate) fn of_stage(mut self, stage: Range<usize>) -> Self {
+        let (records, all) = (&self.records, 0..self.units.len());
+        let is_here = |id: ParameterId| stage.contains(&records[id.0].unit);
+        let owner = |id: ParameterId| records[id.0].tie.filter(|owner| !is_here(*owner)).unwrap_or(id);
+        for (unit, ids) in all.zip(&mut self.units) {
+            if stage.contains(&unit) {
+                ids.iter_mut().for_each(|id| *id = owner(*id));
+            } else {
+                ids.clear();
+            }
+        }
+        for module in &mut self.modules {
+            module.parameters.retain(|&id| is_here(id));
+            module.parameters.iter_mut().for_each(|id| *id = owner(*id));
+        }
+        self.modules.retain(|module| !module.parameters.is_empty());
+        self.is_read = vec![false; records.len()];
+        for id in self.units.iter().flatten() {
+            self.is_read[records[id.0].tie.unwrap_or(*id).0] = true;
+        }
+        Self { stage, ..self }
+    }
+
+    /// Returns the parameters that own weights which units of the stage read.
+    pub(crate) fn owned(&self) -> impl Iterator<Item = ParameterId> {
+        (0..self.records.len()).filter(|&id| self.is_read[id]).map(ParameterId)
     }
 
     /// Returns the index of a file, which is added at its first use.
@@ -136,10 +184,8 @@ impl ModelParts {
 
     /// Returns the stacks of experts whose matrices can be read from disk one at a time.
     pub(crate) fn expert_stacks(&self) -> Vec<ExpertStack> {
-        let ids = (0..self.records.len()).map(ParameterId);
-        ids.filter(|&id| is_expert_stack(&self.records[id.0]))
-            .filter_map(|id| self.expert_stack(id))
-            .collect()
+        let stacks = self.owned().filter(|&id| is_expert_stack(&self.records[id.0]));
+        stacks.filter_map(|id| self.expert_stack(id)).collect()
     }
 
     /// Returns those of [`ModelParts::expert_stacks`] that are not resident, which are read as they are used.
@@ -245,14 +291,12 @@ impl ModelParts {
     /// Returns the parameters that must be made before they can be read from disk. Stacks of experts whose matrices are stored one by one
     /// are made only if they are resident.
     pub(crate) fn made(&self) -> impl Iterator<Item = ParameterId> {
-        let ids = (0..self.records.len()).map(ParameterId);
-        ids.filter(|&id| self.records[id.0].tie.is_none() && self.places[id.0] == WeightPlace::Made)
+        self.owned().filter(|&id| self.places[id.0] == WeightPlace::Made)
     }
 
     /// Returns the stacks of experts whose matrices are stored one by one.
     pub(crate) fn one_by_one(&self) -> impl Iterator<Item = ParameterId> {
-        let ids = (0..self.records.len()).map(ParameterId);
-        ids.filter(|&id| self.places[id.0] == WeightPlace::OneByOne)
+        self.owned().filter(|&id| self.places[id.0] == WeightPlace::OneByOne)
     }
 
     /// Returns the parameters of [`ModelParts::made`] as a file is to hold them.

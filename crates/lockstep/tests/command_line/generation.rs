@@ -181,7 +181,10 @@ fn plans_that_inference_cannot_run_are_refused_before_any_rank_starts() {
             &["parallel.zero_stage", "allowed", "parallel.tensor_parallel"],
         ),
         (&["--set", "parallel.tensor_parallel=2", "--nproc-per-node", "5"], &["2 ranks", "5 ranks"]),
-        (&["--nproc-per-node", "2", "--max-memory", "cpu=1GiB"], &["--max-memory", "one rank"]),
+        (
+            &["--nproc-per-node", "2", "--max-memory", "cpu=1GiB"],
+            &["--max-memory", "tensor_parallel 2", "pipeline_parallel"],
+        ),
     ] {
         generate(&workshop, &[&["--prompt", "All"], more].concat()).refuses(2, parts);
     }

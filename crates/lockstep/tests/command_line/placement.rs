@@ -97,6 +97,32 @@ fn a_model_on_disk_says_the_same_and_its_map_is_printed() {
 }
 
 #[test]
+fn ranks_with_whole_layers_keep_limits_of_their_own() {
+    let workshop = Workshop::trained();
+    let layers = json!({"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu"});
+    workshop.write("map.json", layers.to_string());
+    let mapped = ["--device-map", "map.json", "--json"];
+    let expected = generate(&workshop, "hf", &mapped).json();
+    for plan in ["parallel.pipeline_parallel=2", "parallel.data_parallel_replicate=2"] {
+        let found = generate(&workshop, "hf", &[&mapped[..], &["--set", plan]].concat()).succeeds();
+        let told = found.stderr.clone();
+        assert_eq!(found.json(), expected, "{plan}");
+        assert!(told.contains("rank 0:") && told.contains("each pass reads"), "{told}");
+        assert_eq!(told.contains("rank 1:"), plan.contains("pipeline"), "{told}");
+    }
+    // The first rank reports what a rank could not place.
+    let refused = ["--max-memory", "cpu=1MiB", "--set", "parallel.pipeline_parallel=2"];
+    let refused = generate(&workshop, "hf", &refused);
+    assert_eq!(refused.code, Some(2), "{refused:?}");
+    assert_eq!(refused.stderr.matches("too small").count(), 1, "{refused:?}");
+    assert!(refused.stderr.contains("rank 0: cpu=1.0 MiB is too small"), "{refused:?}");
+    let timed = ["bench", "generate", "--model", "hf", "--prompt-tokens", "8", "--new-tokens", "4", "--json"];
+    let timed = workshop
+        .run(&[&timed[..], &["--device-map", "map.json", "--set", "parallel.pipeline_parallel=2"]].concat());
+    assert!(timed.json()["predicted_bytes"].as_u64() > Some(0));
+}
+
+#[test]
 fn maps_and_limits_that_do_not_fit_are_refused_with_what_would() {
     let workshop = Workshop::trained();
     let refused = |flags: &[&str], parts: &[&str]| generate(&workshop, "hf", flags).refuses(2, parts);

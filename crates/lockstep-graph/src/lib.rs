@@ -52,6 +52,7 @@ mod recorder;
 mod replay;
 mod reports;
 mod shapes;
+mod sharded_cache;
 mod shared_input;
 mod split;
 mod storage;

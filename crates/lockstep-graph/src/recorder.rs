@@ -40,7 +40,7 @@ pub struct Recorder {
     pub(crate) experts: ExpertPlace,
     /// The rank's place in the context-parallel group; `shape` is that of the local tokens.
     pub(crate) context: ContextPlace,
-    /// The rank's place among those that share key-value caches; `shape` is that of the rank's rows.
+    /// The rank's place among those that key-value caches are sharded over; `shape` is that of the rank's rows.
     pub(crate) cache: CachePlace,
     /// Sharding of modules by name within the block.
     pub(crate) splits: BTreeMap<String, Split>,

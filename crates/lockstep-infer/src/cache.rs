@@ -1,10 +1,10 @@
 //! The key-value cache: pages of 64 tokens, which sequences take from a common pool and give back when they end.
 //!
-//! Context-parallel ranks share the cache: a page of the pool is then a page on each of them, with consecutive tokens, so that the
-//! pools of all ranks give out the same numbers.
+//! Under context parallelism the cache is sharded: a page of the pool is then a page on each rank, with consecutive tokens, so that
+//! the pools of all ranks give out the same numbers.
 
 use lockstep_plan::{CachePlace, DType, KvCacheType, MemoryCategory};
-use lockstep_tensor::{Buffer, PAGE_TOKENS, PagedCache, Queue, TensorError, View};
+use lockstep_tensor::{Buffer, PagedCache, Queue, TensorError, View};
 
 use crate::{InferError, LoadedModel};
 
@@ -18,8 +18,10 @@ pub(crate) struct PagePool {
     stored: KvCacheType,
     page_bytes: [usize; 2],
     pages: usize,
-    /// This rank's place among those that share the cache.
+    /// This rank's place among those that the cache is sharded over.
     place: CachePlace,
+    /// Tokens of a page on all of these ranks.
+    page_tokens: usize,
     /// Page of the rows that fill a batch up to a multiple of the ranks; `None` on one rank.
     padding: Option<u32>,
     /// Pages that no sequence has; the one freed last is taken first, because it may still be in a CPU cache.
@@ -51,15 +53,11 @@ impl PagePool {
             page_bytes,
             pages,
             place,
+            page_tokens: model.page_tokens(),
             padding,
             free: (0..of_sequences as u32).rev().collect(),
             owners: vec![0; of_sequences],
         })
-    }
-
-    /// Returns the tokens of a page on all ranks that share the cache.
-    fn page_tokens(&self) -> usize {
-        PAGE_TOKENS * self.place.ranks
     }
 
     /// Returns the page of rows that belong to no sequence.
@@ -72,7 +70,7 @@ impl PagePool {
     /// # Errors
     /// If too few pages are free. The sequence keeps those that it has got.
     pub(crate) fn extend(&mut self, sequence: &mut Vec<u32>, tokens: usize) -> Result<(), InferError> {
-        while sequence.len() < tokens.div_ceil(self.page_tokens()) {
+        while sequence.len() < tokens.div_ceil(self.page_tokens) {
             let page = self.take()?;
             sequence.push(page);
         }
@@ -80,10 +78,8 @@ impl PagePool {
     }
 
     fn take(&mut self) -> Result<u32, InferError> {
-        let page = self
-            .free
-            .pop()
-            .ok_or(InferError::CacheFull { tokens: self.owners.len() * self.page_tokens() })?;
+        let page =
+            self.free.pop().ok_or(InferError::CacheFull { tokens: self.owners.len() * self.page_tokens })?;
         self.owners[page as usize] = 1;
         Ok(page)
     }
@@ -110,9 +106,8 @@ impl PagePool {
         sequence: &[u32],
         tokens: usize,
     ) -> Result<Vec<u32>, InferError> {
-        let (full, rest) = sequence.split_at(tokens / self.page_tokens());
-        let copy =
-            if tokens.is_multiple_of(self.page_tokens()) { None } else { Some((rest[0], self.take()?)) };
+        let (full, rest) = sequence.split_at(tokens / self.page_tokens);
+        let copy = if tokens.is_multiple_of(self.page_tokens) { None } else { Some((rest[0], self.take()?)) };
         for &page in full {
             self.owners[page as usize] += 1;
         }

@@ -55,7 +55,7 @@ impl Estimate {
         // Of experts a token reads some only.
         let (all, per_token) = (plan.model_bytes() as f64, flops(1));
         let read = per_token / 2.0 * plan.bytes_per_weight();
-        let whole = RankShare::whole(config.num_hidden_layers() + 2);
+        let whole = RankShare::whole(config);
         let of_sequence = whole.kv_cache_bytes(config, (plan.dtype(), plan.kv_cache), context);
         let cached = sequences as f64 * of_sequence as f64;
         let step = pass(sequences, all.min(sequences as f64 * read), cached, sequences as f64 * per_token);

@@ -1,6 +1,7 @@
 //! The forward of a batch of tokens: programs by number of rows, and the memory in which they run.
 //!
-//! Ranks that share the key-value cache share the rows of a batch as well: each computes equally many consecutive ones.
+//! Under context parallelism the rows of a batch are sharded as well as the key-value cache: each rank computes equally many
+//! consecutive ones.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -30,7 +31,7 @@ pub(crate) struct Forward<'m> {
     /// Programs by number of rows on this rank.
     recorded: BTreeMap<usize, RecordedModel>,
     constants: Vec<Tensor>,
-    /// This rank's place among those that share the cache.
+    /// This rank's place among those that the cache is sharded over.
     place: CachePlace,
     memory: Memory,
 }
@@ -42,7 +43,7 @@ struct Memory {
     workspace: Buffer,
     ids: Tensor,
     positions: Tensor,
-    /// Outputs of the rows of all ranks that share the cache, `[rows, width]`; empty if there is one.
+    /// Outputs of the rows of all context-parallel ranks, `[rows, width]`; empty if there is one.
     all_rows: Tensor,
     /// Last rows of the sequences, `[sequences, width]`.
     last_rows: Tensor,
@@ -210,7 +211,7 @@ impl<'m> Forward<'m> {
 }
 
 impl<'a> Part<'a> {
-    /// Returns rows that belong to no sequence, on a page of their own.
+    /// Returns padding rows, on the pool's padding page.
     fn padding(ids: &'a [u32], pages: &'a [u32]) -> Self {
         Self { ids, cached: 0, pages, wants_logits: false, is_long: false }
     }

@@ -8,11 +8,10 @@ use lockstep_data::Tokenizer;
 use lockstep_engine::Ranks;
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{CachePlace, ContextPlace, DType, KvCacheType, MemoryBytes, MemoryCategory, Places};
-use lockstep_tensor::{Arena, BlockActivations, CacheShape, DiskTraffic, PAGE_TOKENS, Queue, Summation};
+use lockstep_tensor::{Arena, BlockActivations, CacheShape, DiskTraffic, Queue, Summation};
 
 use crate::{
     GenerationConfig, InferError, InferencePlan, ModelDescription,
-    held::StreamingRoom,
     placement_plan::CHUNK,
     run_memory::{RankShare, kv_cache_type, record},
     weight_form::WeightForm,
@@ -123,20 +122,18 @@ impl LoadedModel {
         Self::load_placed_on(directory, plan, Ranks::alone())
     }
 
-    /// Loads what this rank has of a model as a plan for it places it, as [`LoadedModel::load_placed`] does. All ranks call this.
+    /// Loads this rank's part of a model as a plan for it places it, as [`LoadedModel::load_placed`] does. The plan is one that
+    /// [`InferencePlan::agree`] has been called on.
     ///
     /// # Errors
-    /// As for [`LoadedModel::load_placed`], or if another rank is lost.
+    /// As for [`LoadedModel::load_placed`].
     pub fn load_placed_on(
         directory: &ModelDirectory,
         mut plan: InferencePlan,
         ranks: Ranks,
     ) -> Result<Self, InferError> {
         plan.write_offloaded(directory)?;
-        let InferencePlan { parts, resident, room, chunk_tokens, threads, kv_cache, .. } = plan;
-        // All ranks read the same tokens in a pass.
-        let chunk_tokens = ranks.all_numbers(chunk_tokens as u64)?.into_iter().min().unwrap_or(0) as usize;
-        let reads_disk = ranks.any(room != StreamingRoom::default())?;
+        let InferencePlan { parts, resident, room, chunk_tokens, reads_disk, threads, kv_cache, .. } = plan;
         let (arena, dtype) = (arena(&ranks), parts.dtype());
         let mut queue = queue(&arena, threads)?;
         queue.set_block_activations(parts.form().activations);
@@ -173,8 +170,7 @@ impl LoadedModel {
 
     /// Returns the layers that this rank runs, from 0.
     pub(crate) fn layers(&self) -> Range<usize> {
-        let (units, layers) = (self.stage(), self.config.num_hidden_layers());
-        units.start.saturating_sub(1)..(units.end - 1).min(layers)
+        self.share().layers(&self.config)
     }
 
     /// Returns the shape of each layer's cache on this rank.
@@ -184,18 +180,22 @@ impl LoadedModel {
 
     /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
     pub fn kv_cache_bytes(&self, context: usize) -> u64 {
-        let share = RankShare { stage: self.stage(), places: self.ranks.groups().places() };
-        share.kv_cache_bytes(&self.config, (self.dtype, self.kv_cache), context)
+        self.share().kv_cache_bytes(&self.config, (self.dtype, self.kv_cache), context)
     }
 
-    /// Returns this rank's place among those that share the key-value caches: the context-parallel ranks.
+    /// Returns the part of the model on this rank.
+    fn share(&self) -> RankShare {
+        RankShare { stage: self.stage(), places: self.ranks.groups().places() }
+    }
+
+    /// Returns this rank's place among the context-parallel ranks, over which key-value caches are sharded.
     pub(crate) fn cache_place(&self) -> CachePlace {
-        self.ranks.groups().places().for_generation().cache
+        self.share().cache_place()
     }
 
-    /// Returns the tokens of a page of a sequence, on all ranks that share the cache.
+    /// Returns the tokens of a page of a sequence, on all ranks that the cache is sharded over.
     pub fn page_tokens(&self) -> usize {
-        PAGE_TOKENS * self.cache_place().ranks
+        self.share().page_tokens()
     }
 
     /// Returns the tokens of the pages that hold `tokens` tokens of one sequence.
@@ -270,7 +270,7 @@ impl LoadedModel {
         record(&self.config, self.dtype, [sequences, seq_len], output, places)
     }
 
-    /// Records the programs for a batch of `rows` new tokens of any sequences, the rows of all ranks that share the cache.
+    /// Records the programs for a batch of `rows` new tokens of any sequences, the rows of all context-parallel ranks.
     pub(crate) fn record_generation(&self, rows: usize) -> RecordedModel {
         let places = self.ranks.groups().places().for_generation();
         record(&self.config, self.dtype, [1, rows], HeadOutput::Logits, places)

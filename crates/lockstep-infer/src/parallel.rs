@@ -6,7 +6,7 @@
 //! tensor           heads, columns and the vocabulary are sharded; all ranks have the same logits
 //! pipeline         each rank has consecutive units; the last one sends the logits to all
 //! expert           experts, or their columns, are sharded over the tensor-parallel ranks; every rank routes all tokens
-//! context          windows of an evaluation are sharded by tokens; in generation the rows of each pass, and the pages of the cache
+//! context          windows of an evaluation are sharded by tokens; in generation the rows of each pass and the pages of the cache
 //! ```
 //!
 //! All ranks of a replica run the same scheduler on the same requests, and the logits have the same bits on all of them, so they draw
@@ -14,7 +14,9 @@
 
 use lockstep_config::{RunConfig, plan::facts_of};
 use lockstep_model::{ModelConfig, parameter_records};
-use lockstep_plan::{CheckedPlan, Degrees, Facts, Plan, PlanProblem, Residence, StepFacts, TensorDimensions};
+use lockstep_plan::{
+    CheckedPlan, ContextMethod, Degrees, Facts, Plan, PlanProblem, Residence, StepFacts, TensorDimensions,
+};
 
 use crate::InferError;
 
@@ -75,7 +77,11 @@ pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Resul
         // Collectives of a pass are small, so chunks of them would hide nothing.
         tensor_chunks: Some(1),
         tensor_layout: plan.tensor_layout,
-        context_method: plan.context_method,
+        // Generation shards the cache by pages, whatever the method.
+        context_method: match work {
+            PlannedWork::Generation => ContextMethod::default(),
+            PlannedWork::Evaluation { .. } => plan.context_method,
+        },
         ..Plan::default()
     };
     let resolved = plan.resolved(&facts, || unit_elements(config)).unwrap_or(plan);
@@ -95,23 +101,19 @@ pub fn check_plan(config: &ModelConfig, plan: &Plan, work: PlannedWork) -> Resul
 /// If ranks have shards of weights, or parts of the windows or the layers of an evaluation.
 pub fn check_placed(plan: &CheckedPlan, work: PlannedWork) -> Result<(), InferError> {
     let Degrees { tensor, pipeline, context, .. } = plan.plan().mesh;
-    let is_evaluation = matches!(work, PlannedWork::Evaluation { .. });
-    let allowed = if is_evaluation {
-        "data_parallel_replicate"
-    } else {
-        "pipeline_parallel, context_parallel and data_parallel_replicate"
-    };
-    let degrees = [
-        ("tensor_parallel", tensor, true),
-        ("pipeline_parallel", pipeline, is_evaluation),
-        ("context_parallel", context, is_evaluation),
-    ];
-    let broken = degrees.into_iter().filter(|&(_, degree, is_refused)| degree > 1 && is_refused);
-    let problems: Vec<String> = broken
-        .map(|(name, degree, _)| {
-            format!("{name} {degree}: --device-map, --max-memory and --offload-dir are for ranks with whole layers; allowed: {allowed}")
-        })
-        .collect();
+    let mut problems = Vec::new();
+    if tensor > 1 {
+        problems.push(format!(
+            "tensor_parallel {tensor} shards layers, and shards stay in memory; with --max-memory and --device-map set \
+             parallel.pipeline_parallel, parallel.context_parallel or parallel.data_parallel_replicate"
+        ));
+    }
+    if let PlannedWork::Evaluation { .. } = work {
+        let degrees = [("pipeline_parallel", pipeline), ("context_parallel", context)];
+        problems.extend(degrees.into_iter().filter(|(_, degree)| *degree > 1).map(|(name, degree)| {
+            format!("{name} {degree}: eval places weights on one rank or on replicas; allowed: data_parallel_replicate")
+        }));
+    }
     if problems.is_empty() { Ok(()) } else { Err(InferError::Plan { problems }) }
 }
 
@@ -137,7 +139,8 @@ fn unsupported(plan: &Plan) -> Vec<String> {
         ),
         (
             plan.residence.parameters == Residence::Disk,
-            "parameters on disk: what is on disk is chosen by --max-memory; allowed: \"none\"".to_owned(),
+            "parameters on disk: in inference --max-memory chooses the weights on disk; allowed: \"none\""
+                .to_owned(),
         ),
     ];
     rules.into_iter().filter(|(is_broken, _)| *is_broken).map(|(_, what)| what).collect()
@@ -201,6 +204,17 @@ mod tests {
         let checked = check_plan(&config, &plan, PlannedWork::Generation).expect("a plan");
         let mesh = Degrees { replicate: 4, shard: 1, ..mesh };
         assert_eq!((checked.plan().mesh, checked.layout().stages.len()), (mesh, 2));
+    }
+
+    #[test]
+    fn the_method_of_context_parallelism_is_one_of_evaluation() {
+        let config = ModelConfig::preset("llama3-8b").expect("a preset");
+        let mesh = Degrees { context: 3, ..Degrees::default() };
+        let plan = Plan { mesh, context_method: ContextMethod::AllToAll, ..Plan::default() };
+        check_plan(&config, &plan, PlannedWork::Generation).expect("a cache is sharded by pages");
+        let error =
+            check_plan(&config, &plan, PlannedWork::Evaluation { seq_len: 12 }).expect_err("32 heads");
+        assert!(error.to_string().contains("attention heads"), "{error}");
     }
 
     #[test]

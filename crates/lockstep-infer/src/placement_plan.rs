@@ -4,7 +4,7 @@
 //! Everything that the process holds counts: weights, buffers of streamed units, caches of keys and values, activations,
 //! workspace, and the process itself as it is before the model is loaded.
 
-use std::path::PathBuf;
+use std::{ops::Range, path::PathBuf};
 
 use lockstep_checkpoint::{ModelDirectory, OffloadedWeights, WeightQuantization, WeightType};
 use lockstep_config::human;
@@ -127,6 +127,8 @@ pub struct InferencePlan {
     pub(crate) resident: Vec<bool>,
     pub(crate) room: StreamingRoom,
     pub(crate) threads: usize,
+    /// True if a pass reads weights from disk, on any rank.
+    pub(crate) reads_disk: bool,
     /// Type of cached keys and values.
     pub kv_cache: KvCacheType,
     /// Tokens of a prompt that are computed at once.
@@ -158,11 +160,12 @@ impl InferencePlan {
         Self::on_rank(directory, dtype, request, &Ranks::alone())
     }
 
-    /// Places what this rank has of a model, as [`InferencePlan::new`] does: the units of its pipeline stage, and its pages of the cache.
-    /// Limits are those of each rank. The plan of the ranks is one that [`check_placed`](crate::check_placed) has checked.
+    /// Places this rank's part of a model, as [`InferencePlan::new`] does: the units of its stage, and its shard of the key-value cache.
+    /// Limits are those of each rank; without one for `cpu`, ranks get equal parts of the available memory. The plan of the ranks is one
+    /// that [`check_placed`](crate::check_placed) has checked. If all ranks have got a plan, they call [`InferencePlan::agree`].
     ///
     /// # Errors
-    /// As for [`InferencePlan::new`], or if weights that must be made are not in the offload directory yet: one rank writes them.
+    /// As for [`InferencePlan::new`]. Weights that must be made can be on disk only if one rank has written them before.
     pub fn on_rank(
         directory: &ModelDirectory,
         dtype: DType,
@@ -178,30 +181,24 @@ impl InferencePlan {
         if let Some(dir) = &request.offload_dir {
             match OffloadedWeights::find(dir, directory, dtype, &parts.made_weights())? {
                 Some(written) => parts.add_stored(written.stored_parameters()),
-                None if ranks.size() == 1 || parts.made().next().is_none() => parts.assume_written(),
-                None => {
-                    let dir = dir.display();
-                    let problem = format!(
-                        "{dir} does not hold the weights that must be made; one rank with the same flags writes them"
-                    );
-                    return Err(InferError::DeviceMap {
-                        origin: "--offload-dir".to_owned(),
-                        problems: vec![problem],
-                    });
-                }
+                // Several ranks would write the same files.
+                None if ranks.size() > 1 => {}
+                None => parts.assume_written(),
             }
         }
         // A map is for the whole model.
+        let stage = ranks.groups().stage(parts.units.len());
         let given = match &request.map {
-            MapChoice::Given { map, origin } => Some(given_residences(map, origin, &parts)?),
+            MapChoice::Given { map, origin } => Some((map, origin)),
             MapChoice::Balanced | MapChoice::Sequential => None,
         };
-        let stage = ranks.groups().stage(parts.units.len());
+        let given = given.map(|(map, origin)| given_residences(map, origin, &parts, &stage)).transpose()?;
         let parts = parts.of_stage(stage.clone());
         let kv_cache = kv_cache_type(request.kv_cache, dtype)?;
         let share = RankShare { stage, places: ranks.groups().places() };
         let question = Question { config: &config, request, kv_cache, share: &share };
-        let limit = request.limits.cpu.or_else(available_memory_bytes).unwrap_or(u64::MAX);
+        let available = || available_memory_bytes().map(|bytes| bytes / ranks.size() as u64);
+        let limit = request.limits.cpu.or_else(available).unwrap_or(u64::MAX);
         let least = question.least(&parts);
         let Solution { resident, room, chunk } = match given {
             Some(resident) => question.given(&parts, resident, limit),
@@ -250,11 +247,13 @@ impl InferencePlan {
             parts.modules.iter().map(|module| (module.name.clone(), device(&module.parameters))),
         );
         let (limit_bytes, least_bytes, offload_dir, threads) = (0, 0, None, 1);
+        let reads_disk = room != StreamingRoom::default();
         Self {
             parts,
             resident,
             room,
             threads,
+            reads_disk,
             kv_cache,
             chunk_tokens,
             map,
@@ -267,6 +266,17 @@ impl InferencePlan {
             expert_reads,
             offload_dir,
         }
+    }
+
+    /// Makes the plans of all ranks agree on the length of chunks, the least of all, and on whether a pass reads weights from disk.
+    ///
+    /// # Errors
+    /// If a rank is lost or does not answer in time.
+    pub fn agree(&mut self, ranks: &Ranks) -> Result<(), InferError> {
+        let chunks = ranks.all_numbers(self.chunk_tokens as u64)?;
+        self.chunk_tokens = chunks.into_iter().min().unwrap_or_default() as usize;
+        self.reads_disk = ranks.any(self.reads_disk)?;
+        Ok(())
     }
 
     /// Writes the weights that must be made before they are streamed, if there are any.
@@ -326,8 +336,8 @@ impl InferencePlan {
 
     /// Returns the bytes of a weight in memory, on average.
     pub(crate) fn bytes_per_weight(&self) -> f64 {
-        let owned = self.parts.records.iter().filter(|record| record.tie.is_none());
-        self.model_bytes() as f64 / owned.map(|record| record.elements()).sum::<usize>().max(1) as f64
+        let elements = self.parts.owned().map(|id| self.parts.records[id.0].elements()).sum::<usize>();
+        self.model_bytes() as f64 / elements.max(1) as f64
     }
 }
 
@@ -357,7 +367,7 @@ struct Question<'q> {
     config: &'q ModelConfig,
     request: &'q PlanRequest,
     kv_cache: KvCacheType,
-    /// What this rank has of the model.
+    /// Part of the model on this rank.
     share: &'q RankShare,
 }
 
@@ -419,7 +429,9 @@ impl Question<'_> {
         let (mut placement, mut experts, mut chunk) =
             shorter.take_while(|&chunk| chunk >= LEAST_CHUNK).find_map(solve)?;
         let more = self.run(parts, STREAMED_CHUNK).total() - self.run(parts, chunk).total();
-        let reads = placement.buffers > 0 || experts.slots > 0;
+        // Another stage may read, and all have chunks of one length.
+        let is_stage = self.share.stage.len() < parts.units.len();
+        let reads = is_stage || placement.buffers > 0 || experts.slots > 0;
         if reads && chunk == CHUNK && (more as f64) < CHUNK_SHARE * limit as f64 {
             (placement, experts, chunk) = solve(STREAMED_CHUNK).unwrap_or((placement, experts, chunk));
         }
@@ -512,18 +524,27 @@ impl Question<'_> {
     }
 }
 
-/// Returns, for each parameter of a model, whether a given map keeps it in memory.
-fn given_residences(map: &DeviceMap, origin: &str, parts: &ModelParts) -> Result<Vec<bool>, InferError> {
+/// Returns, for each parameter of a model, whether a given map keeps it in memory on a rank that has the units of `stage`.
+fn given_residences(
+    map: &DeviceMap,
+    origin: &str,
+    parts: &ModelParts,
+    stage: &Range<usize>,
+) -> Result<Vec<bool>, InferError> {
     let refuse = |problems| InferError::DeviceMap { origin: origin.to_owned(), problems };
-    let resident = residences(map, parts).map_err(refuse)?;
+    let resident = residences(map, parts, stage).map_err(refuse)?;
     let made = parts.made().filter(|id| !resident[id.0]);
     let made: Vec<String> = made.map(|id| parts.tensors[id.0][0].clone()).collect();
     match made.first() {
         None => Ok(resident),
         Some(first) => Err(refuse(vec![format!(
-            "{} (the first is {first}) cannot be read from disk as they are stored; give --offload-dir DIR, where they are \
-             written once",
-            human::plural(made.len(), "weight")
+            "{} (the first is {first}) cannot be read from disk as they are stored; give --offload-dir DIR, where {}",
+            human::plural(made.len(), "weight"),
+            if stage.len() < parts.units.len() {
+                "a run of one rank has written them"
+            } else {
+                "they are written once"
+            },
         )])),
     }
 }

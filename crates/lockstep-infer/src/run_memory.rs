@@ -5,7 +5,7 @@ use std::ops::Range;
 use lockstep_engine::Runner;
 use lockstep_graph::{BlockShape, Mode, Program, RecomputeRules, Statistics};
 use lockstep_model::{Flops, HeadOutput, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{DType, KvCacheType, Places, StageMemory, booked_bytes};
+use lockstep_plan::{CachePlace, DType, KvCacheType, Places, StageMemory, booked_bytes};
 use lockstep_tensor::{CacheShape, CpuLevel, PAGE_TOKENS, page_bytes};
 
 use crate::InferError;
@@ -47,7 +47,7 @@ pub(crate) struct RunMemory {
     pub(crate) workspace: u64,
 }
 
-/// What a rank has of a model.
+/// Part of a model on a rank: its pipeline stage, and its coordinates in the groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RankShare {
     /// Units of its pipeline stage.
@@ -56,14 +56,41 @@ pub(crate) struct RankShare {
 }
 
 impl RankShare {
-    /// Returns the share of one rank, of a model of `units` units.
-    pub(crate) fn whole(units: usize) -> Self {
-        Self { stage: 0..units, places: Places::default() }
+    /// Returns the share of one rank that has the whole model.
+    pub(crate) fn whole(config: &ModelConfig) -> Self {
+        Self { stage: 0..config.num_hidden_layers() + 2, places: Places::default() }
     }
 
-    /// Returns the number of layers, among units of which the first is the embedding and the last the head.
-    fn layers(&self, units: usize) -> usize {
-        self.stage.end.min(units - 1) - self.stage.start.clamp(1, units - 1)
+    /// Returns the layers of the stage, from 0.
+    pub(crate) fn layers(&self, config: &ModelConfig) -> Range<usize> {
+        self.stage.start.saturating_sub(1)..(self.stage.end - 1).min(config.num_hidden_layers())
+    }
+
+    /// Returns the rank's place among the context-parallel ranks, over which key-value caches are sharded.
+    pub(crate) fn cache_place(&self) -> CachePlace {
+        self.places.for_generation().cache
+    }
+
+    /// Returns the tokens of a page of a sequence, on all ranks that the cache is sharded over.
+    pub(crate) fn page_tokens(&self) -> usize {
+        PAGE_TOKENS * self.cache_place().ranks
+    }
+
+    /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
+    pub(crate) fn kv_cache_bytes(
+        &self,
+        config: &ModelConfig,
+        types: (DType, KvCacheType),
+        context: usize,
+    ) -> u64 {
+        let shape = config.cache_shape().of_rank(self.places.tensor.ranks);
+        let on_this_rank = context.div_ceil(self.page_tokens()) * PAGE_TOKENS;
+        self.layers(config).len() as u64 * kv_layer_bytes(types, shape, on_this_rank)
+    }
+
+    /// Returns the bytes of the padding page; 0 without context parallelism.
+    fn padding_bytes(&self, config: &ModelConfig, types: (DType, KvCacheType)) -> u64 {
+        if self.cache_place().ranks > 1 { self.kv_cache_bytes(config, types, 1) } else { 0 }
     }
 }
 
@@ -113,8 +140,10 @@ impl RunMemory {
         let words = |count: usize| booked_bytes(count * DType::U32.size_bytes());
         let matrix = |rows: usize| booked_bytes(rows * config.hidden_size() * dtype.size_bytes());
         let logits = sequences * config.vocab_size() * DType::F32.size_bytes();
-        let pages = context.div_ceil(PAGE_TOKENS * ranks);
-        let tables = words(sequences + 1) + words(sequences) + words(sequences * pages);
+        let pages = context.div_ceil(share.page_tokens());
+        // Padding is a sequence as well.
+        let listed = sequences + usize::from(ranks > 1);
+        let tables = words(listed + 1) + words(listed) + words(listed * pages);
         // Logits are on the host as well.
         let activations = 2 * booked_bytes(frame)
             + 2 * words(rows)
@@ -123,28 +152,6 @@ impl RunMemory {
             + 2 * booked_bytes(logits)
             + tables;
         Self { kv_cache: 0, activations: activations as u64, workspace: booked_bytes(workspace) as u64 }
-    }
-}
-
-impl RankShare {
-    /// Returns the bytes of the cached keys and values of one sequence of `context` tokens on this rank: whole pages.
-    pub(crate) fn kv_cache_bytes(
-        &self,
-        config: &ModelConfig,
-        types: (DType, KvCacheType),
-        context: usize,
-    ) -> u64 {
-        let places = self.places.for_generation();
-        let shape = config.cache_shape().of_rank(places.tensor.ranks);
-        let on_this_rank = context.div_ceil(PAGE_TOKENS * places.cache.ranks) * PAGE_TOKENS;
-        let layers = self.layers(config.num_hidden_layers() + 2);
-        layers as u64 * kv_layer_bytes(types, shape, on_this_rank)
-    }
-
-    /// Returns the bytes of the page of rows that belong to no sequence, which ranks that share a cache have.
-    fn padding_bytes(&self, config: &ModelConfig, types: (DType, KvCacheType)) -> u64 {
-        let is_shared = self.places.context.ranks > 1;
-        if is_shared { self.kv_cache_bytes(config, types, 1) } else { 0 }
     }
 }
 

@@ -135,6 +135,15 @@ impl<'m> Scheduler<'m> {
         Ok(affordable.max(longest).min(wanted))
     }
 
+    /// Checks requests as [`Scheduler::add`] does, apart from the room in the cache.
+    ///
+    /// # Errors
+    /// If a prompt is empty, or its tokens exceed the model's positions and none are kept.
+    pub fn check(model: &LoadedModel, requests: &[Request]) -> Result<(), InferError> {
+        let positions = model.config.max_position_embeddings();
+        requests.iter().try_for_each(|request| capacity(positions, request).map(drop))
+    }
+
     /// Adds a request behind those that wait.
     ///
     /// # Errors

@@ -33,8 +33,8 @@ use crate::common::{config, random_model, with_experts};
 #[path = "ranks/placed.rs"]
 mod placed;
 
-#[path = "ranks/shared_cache.rs"]
-mod shared_cache;
+#[path = "ranks/sharded_cache.rs"]
+mod sharded_cache;
 
 const FAMILIES: [&str; 29] = include!("../../../tests/fixtures/families.rs");
 /// Prompts of unlike lengths, whose tokens are in the vocabulary of every fixture.

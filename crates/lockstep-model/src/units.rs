@@ -175,7 +175,7 @@ impl Recording {
         g.set_head_output(options.head_output);
         g.set_statistics(options.statistics);
         g.share_sequences(context);
-        g.share_cache(cache);
+        g.shard_cache(cache);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
         g.share_experts(experts);
         g.freeze(self.frozen.iter().cloned());

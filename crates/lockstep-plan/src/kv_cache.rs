@@ -22,11 +22,11 @@ named_enum! {
     }
 }
 
-/// A rank's position among the ranks that share key-value caches: a sequence's pages are dealt to them in turn, so that rank `rank`
-/// has those whose index in the sequence is `rank` modulo `ranks`.
+/// A rank's position among the ranks that key-value caches are sharded over. A sequence's pages are assigned round-robin: rank `rank` has
+/// those whose index in the sequence is `rank` modulo `ranks`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CachePlace {
-    /// Number of ranks that share each cache.
+    /// Number of ranks that each cache is sharded over.
     pub ranks: usize,
     /// Rank among them.
     pub rank: usize,

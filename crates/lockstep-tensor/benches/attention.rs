@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use lockstep_plan::{DType, KvCacheType, MemoryCategory, random::Philox};
+use lockstep_plan::{CachePlace, DType, KvCacheType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
     Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, CacheShape, CachedVectors,
     CopyKernels, CpuQueue, Dropout, PAGE_TOKENS, PagedCache, Queue, Tensor, TokenSpan, Write,
@@ -235,6 +235,7 @@ fn decode(c: &mut Criterion) {
                     row_starts: row_starts.view(),
                     cached: cached.view(),
                     pages: tables[turn].view(),
+                    place: CachePlace::default(),
                 };
                 let shape = [1, heads, head_dim];
                 let (q, out) = (q.view().reshape(shape), out.view().reshape(shape));

@@ -94,7 +94,9 @@ fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failu
     let context = arguments.context();
     let workload = Workload::Generation { sequences: arguments.sequences as usize, context };
     let plan = found.plan(workload, &ranks)?;
-    let before = read_alone(plan.as_ref())?;
+    // Ranks that read at the same time would measure each other.
+    let alone = plan.as_ref().filter(|_| world_size == 1);
+    let before = read_alone(alone)?;
     let start = Instant::now();
     let PlacedModel { model, placed } = found.load(workload, ranks)?;
     let load_ms = milliseconds(start);
@@ -116,7 +118,7 @@ fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failu
         dtype: model.dtype(),
         kv_cache: model.kv_cache(),
         replicas: model.ranks().replicas(),
-        kv_cache_bytes: arguments.sequences * model.kv_cache_bytes(context),
+        kv_cache_bytes: cache_bytes_of_replica(&model, arguments)?,
         load_ms,
         first_prefill_ms,
         prefill_tokens_per_s: tokens_per_s(arguments.prompt_tokens, fastest.prefill_ms),
@@ -132,7 +134,7 @@ fn measure(arguments: &Arguments) -> Result<ControlFlow<ExitCode, Report>, Failu
     // Under a limit there is no room for the model and the buffers of another measurement.
     drop(model);
     if let Some(before) = before {
-        let after = read_alone(plan.as_ref())?.unwrap_or(before);
+        let after = read_alone(alone)?.unwrap_or(before);
         report.disk_alone_gb_per_s = Some((before + after) / 2.0);
     }
     Ok(ControlFlow::Continue(report))
@@ -198,13 +200,13 @@ impl Report {
                 "read from disk meanwhile: {read:.2} GB/s, {percent:.0} % of {alone:.2} GB/s without a model"
             );
         }
+        let of_which = if several { " of the first rank" } else { "" };
         if let Some(placed) = &self.placed {
             let (found, predicted) = (self.pss_bytes, placed.predicted_bytes);
             let off = 100.0 * (found as f64 / predicted as f64 - 1.0);
             let (found, predicted) = (human::bytes(found), human::bytes(predicted));
-            say!("memory of the process (PSS): {found}, predicted {predicted} ({off:+.1} %)");
+            say!("memory of the process (PSS){of_which}: {found}, predicted {predicted} ({off:+.1} %)");
         }
-        let of_which = if several { " of the first rank" } else { "" };
         let peak = human::bytes(self.peak_rss_bytes);
         say!("peak of resident memory{of_which}, pages of mapped files included: {peak}");
     }
@@ -215,6 +217,13 @@ fn weight_bytes_of_all(model: &LoadedModel) -> Result<[usize; 2], Failure> {
     let [in_place, converted] = model.weight_bytes();
     let sum = |own: usize| model.ranks().sum_of_all(own as u64).map_err(InferError::from);
     Ok([sum(in_place)? as usize, sum(converted)? as usize])
+}
+
+/// Returns the bytes of the keys and values of a replica's sequences, on all of its ranks.
+fn cache_bytes_of_replica(model: &LoadedModel, arguments: &Arguments) -> Result<u64, Failure> {
+    let own = arguments.sequences * model.kv_cache_bytes(arguments.context());
+    let all = model.ranks().sum_of_all(own).map_err(InferError::from)?;
+    Ok(all / model.ranks().replicas() as u64)
 }
 
 /// Times of one run.
@@ -257,7 +266,8 @@ fn time_run(model: &LoadedModel, arguments: &Arguments) -> Result<Run, Failure> 
     let start = Instant::now();
     model.take_disk_traffic();
     rest.chunks(1).try_for_each(&mut read)?;
-    let (decode_ms, read_bytes) = (slowest_ms(model, start)?, model.take_disk_traffic().read_bytes);
+    let (decode_ms, own_bytes) = (slowest_ms(model, start)?, model.take_disk_traffic().read_bytes);
+    let read_bytes = model.ranks().sum_of_all(own_bytes).map_err(InferError::from)?;
     Ok(Run { prefill_ms, decode_ms, read_gb_per_s: read_bytes as f64 / decode_ms / 1e6 })
 }
 

@@ -31,7 +31,8 @@ pub(crate) struct PlacementArguments {
     /// or a JSON file in the form of Accelerate's hf_device_map
     #[arg(long, value_name = "auto|balanced|sequential|FILE")]
     device_map: Option<String>,
-    /// Memory limits, such as cpu=2GiB,disk=100GiB; cpu is the whole process [default: the memory that is available]
+    /// Memory limits of each rank, such as cpu=2GiB,disk=100GiB; cpu is the whole process [default: the memory that is available, in equal
+    /// parts]
     #[arg(long, value_name = "LIMITS")]
     pub(crate) max_memory: Option<MemoryLimits>,
     /// Directory for weights that are converted before they are read from disk; they are written once
@@ -128,7 +129,7 @@ impl FoundModel {
         self.options.dtype.unwrap_or_else(|| self.directory.stored_dtype())
     }
 
-    /// Places what this rank has of the model for a workload; `None` if there are no limits. All ranks call this.
+    /// Places this rank's part of the model for a workload; `None` if there are no limits. All ranks call this.
     pub(crate) fn plan(&self, workload: Workload, ranks: &Ranks) -> Result<Option<InferencePlan>, Failure> {
         if !self.placement.is_given() {
             return Ok(None);
@@ -136,7 +137,9 @@ impl FoundModel {
         let request = self.placement.request(workload, self.options);
         let plan = request
             .and_then(|request| Ok(InferencePlan::on_rank(&self.directory, self.dtype(), &request, ranks)?));
-        all_or_none(ranks, plan).map(Some)
+        let mut plan = all_or_none(ranks, plan)?;
+        plan.agree(ranks)?;
+        Ok(Some(plan))
     }
 
     /// Refuses limits on memory on ranks of a plan that cannot keep them.
@@ -159,7 +162,7 @@ impl FoundModel {
     }
 }
 
-/// Returns this rank's result if all ranks have one. Else the first rank reports the first failure, and the others none.
+/// Returns this rank's result if all ranks have one. Else the first rank reports all failures, and the others none.
 fn all_or_none<T>(ranks: &Ranks, own: Result<T, Failure>) -> Result<T, Failure> {
     if ranks.size() == 1 {
         return own;
@@ -168,14 +171,16 @@ fn all_or_none<T>(ranks: &Ranks, own: Result<T, Failure>) -> Result<T, Failure> 
     let (message, code) = own.as_ref().err().map_or(("", 0), |failure| (&*failure.message, failure.code));
     let codes = ranks.all_numbers(code.into()).map_err(lost)?;
     let messages = ranks.gather(message.as_bytes()).map_err(lost)?;
-    match codes.iter().position(|code| *code != 0) {
-        None => own,
-        Some(rank) => {
-            let message = messages.get(rank).map(|message| String::from_utf8_lossy(message));
-            let message = message.map_or(String::new(), |message| format!("rank {rank}: {message}"));
-            Err(Failure { message, code: codes[rank] as u8 })
+    let Some(code) = codes.into_iter().find(|code| *code != 0) else { return own };
+    let messages: Vec<_> = messages.iter().map(|message| String::from_utf8_lossy(message)).collect();
+    let message = match messages.first() {
+        Some(first) if messages.iter().all(|message| message == first) => first.clone().into_owned(),
+        _ => {
+            let failed = messages.iter().enumerate().filter(|(_, message)| !message.is_empty());
+            failed.map(|(rank, message)| format!("rank {rank}: {message}")).collect::<Vec<_>>().join("; ")
         }
-    }
+    };
+    Err(Failure { message, code: code as u8 })
 }
 
 /// A loaded model, and the map by which it was placed.

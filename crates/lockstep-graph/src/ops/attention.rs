@@ -18,11 +18,11 @@ use crate::{
     context::spans,
     facts::Facts,
     op::Op,
-    ops::shared_cache::SharedCache,
     placement::{ContextCollectiveKind, Placement},
     recorder::Recorder,
     replay::{InputGradients, Run, split_heads},
     shapes::Shapes,
+    sharded_cache::ShardedCache,
     work_context::{Work, WorkContext},
 };
 
@@ -115,7 +115,7 @@ pub(crate) enum KeySource {
     /// the outputs and the gradients of the queries, for dtypes narrower than f32.
     Ring { sums: Option<Value> },
     /// Queries and keys are those of this rank's rows of a batch; earlier keys are in a cache that ranks share.
-    SharedCache(SharedCache),
+    ShardedCache(ShardedCache),
 }
 
 impl Recorder {
@@ -227,8 +227,8 @@ impl Recorder {
         shape: AttentionShape,
     ) -> ([Value; 3], usize, AttentionShape, KeySource) {
         if self.cache.ranks > 1 {
-            let scratch = self.shared_cache([q, k, v], shape.heads);
-            return ([q, k, v], 0, shape, KeySource::SharedCache(scratch));
+            let scratch = self.sharded_cache([q, k, v], shape.heads);
+            return ([q, k, v], 0, shape, KeySource::ShardedCache(scratch));
         }
         let ContextPlace { ranks, rank, method } = self.context;
         if ranks == 1 {
@@ -301,7 +301,7 @@ impl Op for AttentionOperation {
                 KeySource::Whole => vec![],
                 KeySource::Gathered { sums } => sums.into_iter().flatten().collect(),
                 KeySource::Ring { sums } => sums.into_iter().collect(),
-                KeySource::SharedCache(scratch) => scratch.values(),
+                KeySource::ShardedCache(scratch) => scratch.values(),
             },
             tables: self.key_mask.into_iter().collect(),
             weights: self.sinks.iter().map(|sinks| sinks.logits).collect(),
@@ -323,7 +323,7 @@ impl Op for AttentionOperation {
         match self.key_source {
             KeySource::Whole => self.whole_attention(run),
             KeySource::Ring { sums } => return self.ring_attention(run, sums),
-            KeySource::SharedCache(scratch) => return self.shared_cache_attention(run, scratch),
+            KeySource::ShardedCache(scratch) => return self.sharded_cache_attention(run, scratch),
             KeySource::Gathered { .. } => {
                 let operands = [q, k, v].map(|value| run.value(value));
                 for spans in self.spans_of_gathered(run) {
@@ -339,7 +339,7 @@ impl Op for AttentionOperation {
         let gradients = AttentionGradients { dq: dx.view(0), dk: dx.view(1), dv: dx.view(2) };
         match self.key_source {
             KeySource::Ring { sums } => return self.ring_attention_backward(run, sums, dy, gradients),
-            KeySource::SharedCache(_) => unreachable!("generation has no backward"),
+            KeySource::ShardedCache(_) => unreachable!("generation has no backward"),
             KeySource::Whole => {
                 let spans = [TokenSpan::whole(self.queries(run)); 2];
                 self.attend_backward(run, spans, block, dy, gradients, AttentionWrite::OVERWRITE);
@@ -392,7 +392,7 @@ impl Op for AttentionOperation {
             // Two products for each one of the forward; the kernel computes the scores again.
             false => task(2 * flops, flops / 2 * 5),
         };
-        if let KeySource::SharedCache(scratch) = self.key_source {
+        if let KeySource::ShardedCache(scratch) = self.key_source {
             return [vec![attention], scratch.work(shapes)].concat();
         }
         if !matches!(self.key_source, KeySource::Ring { .. }) {

@@ -37,6 +37,6 @@ pub(crate) mod rope;
 pub(crate) mod route;
 mod scale;
 pub(crate) mod sequence_token;
-mod shared_cache;
+mod sharded_cache;
 mod summa_linear;
 mod whole_columns;

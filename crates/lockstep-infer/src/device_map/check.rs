@@ -1,5 +1,7 @@
 //! Comparison of a map with a model: every problem is found before anything is loaded.
 
+use std::ops::Range;
+
 use lockstep_plan::ParameterId;
 
 use super::{Device, DeviceMap, ModelParts, covers};
@@ -8,12 +10,17 @@ use super::{Device, DeviceMap, ModelParts, covers};
 const WITHOUT_TENSORS: [&str; 8] =
     ["rotary_emb", "rotary_pos_emb", "drop", "dropout", "emb_dropout", "embed_dropout", "act_fn", "act"];
 
-/// Returns, for each parameter, whether `map` keeps it in memory.
+/// Returns, for each parameter, whether `map` keeps it in memory on a rank that has the units of `stage`. A weight that is tied to one of
+/// another stage has the device of its own module.
 ///
 /// # Errors
 /// If a listed module does not exist, a tensor is not covered, a device does not exist, or weights that are one in memory
 /// are on two devices. The error lists every problem.
-pub(crate) fn residences(map: &DeviceMap, parts: &ModelParts) -> Result<Vec<bool>, Vec<String>> {
+pub(crate) fn residences(
+    map: &DeviceMap,
+    parts: &ModelParts,
+    stage: &Range<usize>,
+) -> Result<Vec<bool>, Vec<String>> {
     let mut problems = unknown_modules(map, parts);
     let mut gpus: Vec<usize> = map.entries().iter().filter_map(|&(_, device)| gpu(device)).collect();
     gpus.sort_unstable();
@@ -38,7 +45,12 @@ pub(crate) fn residences(map: &DeviceMap, parts: &ModelParts) -> Result<Vec<bool
     problems.extend(list_of_uncovered(&uncovered));
     for (id, record) in parts.records.iter().enumerate() {
         let Some(ParameterId(owner)) = record.tie else { continue };
+        let is_here = |id: usize| stage.contains(&parts.records[id].unit);
+        if is_here(id) && !is_here(owner) {
+            devices[owner] = devices[id].or(devices[owner]);
+        }
         if let (Some(own), Some(other)) = (devices[id], devices[owner])
+            && is_here(id)
             && own != other
         {
             let [own_name, other_name] = [id, owner].map(|id| &parts.tensors[id][0]);

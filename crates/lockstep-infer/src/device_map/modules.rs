@@ -2,7 +2,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -71,8 +71,6 @@ pub(crate) struct ModelParts {
     pub(crate) tensors: Vec<Vec<String>>,
     pub(crate) files: Vec<PathBuf>,
     places: Vec<WeightPlace>,
-    /// For each parameter, true if it owns weights that a unit of the stage reads.
-    is_read: Vec<bool>,
     /// File and first byte of each expert's matrix of the stacks that are stored [one by one](WeightPlace::OneByOne).
     matrices: HashMap<ParameterId, Vec<(usize, u64)>>,
     /// Elements of each parameter in memory.
@@ -94,7 +92,6 @@ impl ModelParts {
         let (files, places, assumed) = (Vec::new(), vec![WeightPlace::Made; records.len()], Vec::new());
         let elements = elements_in_memory(directory, &records, form);
         let (matrices, stage) = (HashMap::new(), 0..units.len());
-        let is_read = records.iter().map(|record| record.tie.is_none()).collect();
         let mut parts = Self {
             records,
             stage,
@@ -103,7 +100,6 @@ impl ModelParts {
             tensors,
             files,
             places,
-            is_read,
             matrices,
             elements,
             assumed,
@@ -114,8 +110,7 @@ impl ModelParts {
         parts
     }
 
-    /// Returns the parts that the units of a pipeline stage read. Weights that are tied to those of another stage are a parameter of the
-    /// unit that reads them here.
+    /// Keeps the units of a pipeline stage. A weight that is tied to one of another stage becomes a parameter of the unit that reads it.
     pub(crate) fn of_stage(mut self, stage: Range<usize>) -> Self {
         let (records, all) = (&self.records, 0..self.units.len());
         let is_here = |id: ParameterId| stage.contains(&records[id.0].unit);
@@ -132,16 +127,13 @@ impl ModelParts {
             module.parameters.iter_mut().for_each(|id| *id = owner(*id));
         }
         self.modules.retain(|module| !module.parameters.is_empty());
-        self.is_read = vec![false; records.len()];
-        for id in self.units.iter().flatten() {
-            self.is_read[records[id.0].tie.unwrap_or(*id).0] = true;
-        }
         Self { stage, ..self }
     }
 
-    /// Returns the parameters that own weights which units of the stage read.
+    /// Returns the parameters that own the weights of the stage's units.
     pub(crate) fn owned(&self) -> impl Iterator<Item = ParameterId> {
-        (0..self.records.len()).filter(|&id| self.is_read[id]).map(ParameterId)
+        let owners: BTreeSet<usize> = self.units.iter().flatten().map(|&id| self.owner(id).0).collect();
+        owners.into_iter().map(ParameterId)
     }
 
     /// Returns the index of a file, which is added at its first use.

@@ -164,13 +164,13 @@ pub struct Places {
     pub context: ContextPlace,
     /// Coordinates in the expert-parallel group.
     pub experts: ExpertPlace,
-    /// Coordinates among the ranks that share key-value caches, in generation. They are the context-parallel ranks, but rows of a batch
-    /// are dealt to them in order, not by sequence.
+    /// Coordinates among the ranks that key-value caches are sharded over, in generation. They are the context-parallel ranks, but each
+    /// has consecutive rows of a batch, whatever their sequences.
     pub cache: CachePlace,
 }
 
 impl Places {
-    /// Returns the coordinates for generation: the context-parallel ranks share the key-value caches.
+    /// Returns the coordinates for generation: key-value caches are sharded over the context-parallel ranks.
     #[must_use]
     pub fn for_generation(self) -> Self {
         let ContextPlace { ranks, rank, .. } = self.context;

@@ -110,9 +110,9 @@ pub struct PagedCache<'a> {
     /// Tokens of each sequence that were cached before this batch, u32 `[sequences]`.
     pub cached: View<'a>,
     /// Pages of each sequence in the order of its tokens, u32 `[sequences, most pages of one]`; entries beyond its last token
-    /// are not read. If ranks share the cache, these are the pages on this rank.
+    /// are not read. If the cache is sharded, these are the pages on this rank.
     pub pages: View<'a>,
-    /// This rank's place among those that share the cache.
+    /// This rank's place among those that the cache is sharded over.
     pub place: CachePlace,
 }
 
@@ -213,10 +213,10 @@ pub trait AttentionKernels {
     );
 
     /// Computes the attention of the rows of a batch, `[rows, heads, head_dim]`, to all tokens of their own sequence up to
-    /// themselves, which are in the cache and are read as they are stored. If ranks share the cache, this is the part of the tokens on
-    /// this rank, which [`AttentionKernels::merge_attention`] merges with the other parts. Of `attention` the heads, scale, window and
-    /// variant count; its spans of tokens are those of the batch. `out` may be f32 whatever the type of `q`. A row's result has the
-    /// same bits in any batch.
+    /// themselves, which are in the cache and are read as they are stored. In a sharded cache these are the tokens on this rank, and
+    /// [`AttentionKernels::merge_attention`] merges the results of all ranks. Reads the heads, scale, window and variant of `attention`;
+    /// its spans of tokens are those of the batch. `out` may be f32 whatever the type of `q`. A row's result has the same bits in any
+    /// batch.
     ///
     /// # Panics
     /// If the attention has a key mask, documents or dropout.

@@ -104,7 +104,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let ids = prompts.iter().map(|prompt| prompt_ids(&tokenizer, prompt, arguments));
     let ids = ids.collect::<Result<Vec<Vec<u32>>, Failure>>()?;
-    let placed = found.load(workload(arguments, &found, &config, &ids), ranks)?;
+    let placed = found.load(workload(arguments, &found, &config, (&ids, ranks.replicas())), ranks)?;
     let model = &placed.model;
     if !config.ignored.is_empty() {
         warning(&format!(
@@ -207,13 +207,13 @@ fn print_json(mut results: Vec<Value>, placed: &PlacedModel) {
     say!("{document}");
 }
 
-/// Returns the sequences at a time and the tokens of the longest, for which memory is planned. Without limits on memory nothing is
-/// planned.
+/// Returns the sequences at a time of each replica and the tokens of the longest, for which memory is planned. Without limits on memory
+/// nothing is planned.
 fn workload(
     arguments: &Arguments,
     found: &FoundModel,
     config: &GenerationConfig,
-    prompts: &[Vec<u32>],
+    (prompts, replicas): (&[Vec<u32>], usize),
 ) -> Workload {
     let positions = found.description.config().max_position_embeddings();
     let Some(longest) = prompts.iter().map(Vec::len).max().filter(|_| arguments.model.placement.is_given())
@@ -222,7 +222,8 @@ fn workload(
         return Workload::Generation { sequences: 1, context: positions };
     };
     let new_tokens = arguments.max_new_tokens.or(config.max_new_tokens).or(config.max_length);
-    let texts = prompts.len().saturating_mul(arguments.samples as usize).min(arguments.batch_size as usize);
+    let texts = prompts.len().saturating_mul(arguments.samples as usize).div_ceil(replicas);
+    let texts = texts.min(arguments.batch_size as usize);
     let sequences = arguments.sampling.beams(config).map_or(texts, |beams| beams.beams);
     let context = longest.saturating_add(new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)).min(positions);
     Workload::Generation { sequences, context }

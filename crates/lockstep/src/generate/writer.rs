@@ -88,16 +88,16 @@ impl Writer<'_> {
         part: Range<usize>,
         mut show: impl FnMut(usize, Option<&str>) -> Result<(), Failure>,
     ) -> Result<Vec<Written>, Failure> {
-        let requests: Vec<Request> = jobs.iter().map(|job| self.request(job)).collect();
+        let mut requests: Vec<Request> = jobs.iter().map(|job| self.request(job)).collect();
+        Scheduler::check(self.model, &requests)?;
+        let requests: Vec<Request> = requests.drain(part.clone()).collect();
         let options = SchedulerOptions {
             max_sequences: self.batch_size,
             max_step_tokens: self.model.chunk_tokens().max(self.batch_size),
             cache_tokens: Scheduler::cache_tokens(self.model, &requests, self.batch_size)?,
         };
         let mut scheduler = Scheduler::new(self.model, options)?;
-        for request in requests.into_iter().take(part.end).skip(part.start) {
-            scheduler.add(request)?;
-        }
+        requests.into_iter().try_for_each(|request| scheduler.add(request).map(drop))?;
         let mut drafts: Vec<Draft<'_>> = jobs[part.clone()].iter().map(|job| self.draft(job)).collect();
         scheduler.run(|request, event| -> Result<_, Failure> {
             let job = part.start + request;

@@ -1,5 +1,5 @@
-//! Attention to a cache in pages: new tokens of several sequences in steps of any length have the bits of whole sequences. Ranks that
-//! share a cache have parts of the attention, which are merged.
+//! Attention to a cache in pages: new tokens of several sequences in steps of any length have the bits of whole sequences. On ranks
+//! with shards of a cache they have parts of the attention, which are merged.
 
 use std::ops::Range;
 
@@ -121,7 +121,7 @@ fn part(all: View<'_>, index: usize, parts: usize) -> View<'_> {
     all.reshape([parts, of_each]).rows(index..index + 1)
 }
 
-/// Reads sequences as [`read_in_steps`] does, in a cache that `ranks` ranks share. Several ranks give no log-sum-exps.
+/// Reads sequences as [`read_in_steps`] does, in a cache that is sharded over `ranks` ranks. Several ranks give no log-sum-exps.
 fn read_on_ranks<T: Float>(
     readings: &mut [Reading<T>],
     (stored, vectors, steps): (KvCacheType, CachedVectors, &[usize]),
@@ -373,8 +373,8 @@ proptest! {
     }
 }
 
-/// Checks that ranks that share a cache have the attention of one rank, with the same bits for steps of any length.
-fn check_shared_by<T: Float>(
+/// Checks that ranks with shards of a cache have the attention of one rank, with the same bits for steps of any length.
+fn check_sharded<T: Float>(
     (case, lengths): (&Case, &[usize]),
     ranks: usize,
     level: CpuLevel,
@@ -419,7 +419,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4, ..ProptestConfig::default() })]
 
     #[test]
-    fn ranks_that_share_pages_have_the_attention_of_one(
+    fn ranks_with_shards_of_a_cache_have_the_attention_of_one(
         heads in 1_usize..=3,
         group in prop::sample::select(vec![1_usize, 2, 5]),
         head_dim in prop::sample::select(vec![8_usize, 33, 64, 80]),
@@ -431,9 +431,9 @@ proptest! {
     ) {
         let case = case(heads, group, head_dim, variant);
         for level in levels() {
-            check_shared_by::<f32>((&case, &lengths), ranks, level, (threads, seed));
-            check_shared_by::<bf16>((&case, &lengths), ranks, level, (threads, seed));
-            check_shared_by::<f16>((&case, &lengths), ranks, level, (threads, seed));
+            check_sharded::<f32>((&case, &lengths), ranks, level, (threads, seed));
+            check_sharded::<bf16>((&case, &lengths), ranks, level, (threads, seed));
+            check_sharded::<f16>((&case, &lengths), ranks, level, (threads, seed));
         }
     }
 }

@@ -1,13 +1,13 @@
-//! Context-parallel ranks generate the tokens of one rank. They share the rows of each pass and the pages of the cache.
+//! Context-parallel ranks, over which the rows of each pass and the pages of the cache are sharded, generate the tokens of one rank.
 
 use std::{fs, path::Path};
 
 use lockstep_checkpoint::{DType, ModelDirectory};
 use lockstep_infer::{
     Batch, BeamOptions, Generator, InferError, LoadOptions, LoadedModel, NewTokens, PlannedWork, Request,
-    Sampling, Scheduler, SchedulerOptions, beam_search, check_plan,
+    Sampling, Scheduler, SchedulerOptions, beam_search, check_plan, plan_over,
 };
-use lockstep_plan::{CheckedPlan, Degrees, Plan};
+use lockstep_plan::{CheckedPlan, Degrees, KvCacheType, Plan};
 use lockstep_tensor::PAGE_TOKENS;
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ const POSITIONS: usize = 512;
 /// A step reads pages in parts, and rows that the ranks do not divide.
 const STEP_TOKENS: usize = 77;
 
-fn shared_by(ranks: usize) -> Degrees {
+fn sharded_over(ranks: usize) -> Degrees {
     Degrees { context: ranks, ..Degrees::default() }
 }
 
@@ -67,7 +67,7 @@ fn plan_of(model: &LoadedModel, mesh: Degrees) -> CheckedPlan {
 fn ranks_without_pages_of_a_sequence_generate_its_tokens_as_well() {
     for family in FAMILIES {
         for ranks in [2, 3] {
-            let plan = Plan { mesh: shared_by(ranks), ..Plan::default() };
+            let plan = Plan { mesh: sharded_over(ranks), ..Plan::default() };
             assert_ranks_agree(&fixture(family), &plan, EXACT);
         }
     }
@@ -83,21 +83,21 @@ fn prompts_of_several_pages_have_the_tokens_of_one_rank() {
         let options = LoadOptions::new(1).with_dtype(DType::F32);
         let one = LoadedModel::load(&ModelDirectory::open(&path).unwrap(), options).unwrap();
         let expected = long_found_by(&one);
-        let plan = plan_of(&one, shared_by(2));
+        let plan = plan_of(&one, sharded_over(2));
         let found = on_ranks_with(&path, &plan, options, long_found_by);
         assert_found(&found, &expected, 2.0 * EXACT, &format!("{family} on two ranks"));
     }
 }
 
 #[test]
-fn the_cache_is_shared_beside_tensor_parallel_ranks_stages_and_replicas() {
+fn the_cache_is_sharded_beside_tensor_parallel_ranks_stages_and_replicas() {
     let dir = tempfile::tempdir().unwrap();
     let meshes = [
-        shared_by(3),
-        Degrees { tensor: 2, ..shared_by(2) },
-        Degrees { pipeline: 2, ..shared_by(2) },
-        Degrees { pipeline: 2, tensor: 2, ..shared_by(2) },
-        Degrees { replicate: 2, ..shared_by(2) },
+        sharded_over(3),
+        Degrees { tensor: 2, ..sharded_over(2) },
+        Degrees { pipeline: 2, ..sharded_over(2) },
+        Degrees { pipeline: 2, tensor: 2, ..sharded_over(2) },
+        Degrees { replicate: 2, ..sharded_over(2) },
     ];
     for family in ["llama", "mixtral", "deepseek_v3"] {
         let path = dir.path().join(family);
@@ -112,8 +112,27 @@ fn the_cache_is_shared_beside_tensor_parallel_ranks_stages_and_replicas() {
     }
 }
 
+/// Experts that a plan says nothing about are sharded over the tensor-parallel ranks.
 #[test]
-fn neither_chunks_nor_other_sequences_change_a_bit_on_a_shared_cache() {
+fn experts_and_quantized_caches_are_on_ranks_with_a_sharded_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("mixtral");
+    long_model(&path, "mixtral");
+    for kv_cache in [None, Some(KvCacheType::Int8)] {
+        let options = LoadOptions { kv_cache, ..LoadOptions::new(1).with_dtype(DType::F32) };
+        let one = LoadedModel::load(&ModelDirectory::open(&path).unwrap(), options).unwrap();
+        let expected = long_found_by(&one);
+        let plan = Plan { mesh: sharded_over(2), ..Plan::default() };
+        let plan = plan_over(one.config(), &plan, 4);
+        assert_eq!((plan.mesh.tensor, plan.mesh.expert_tensor), (2, 2));
+        let plan = check_plan(one.config(), &plan, PlannedWork::Generation).unwrap();
+        let found = on_ranks_with(&path, &plan, options, long_found_by);
+        assert_found(&found, &expected, 2.0 * EXACT, &format!("cache {kv_cache:?}"));
+    }
+}
+
+#[test]
+fn neither_chunks_nor_other_sequences_change_a_bit_on_a_sharded_cache() {
     let dir = tempfile::tempdir().unwrap();
     let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
     let alone = |model: &LoadedModel, chunk: usize| {
@@ -150,7 +169,7 @@ fn neither_chunks_nor_other_sequences_change_a_bit_on_a_shared_cache() {
             let expected = alone(model, 230);
             [alone(model, 1) == expected, alone(model, 63) == expected, in_a_batch(model) == expected]
         };
-        for found in on_ranks_with(&path, &plan_of(&one, shared_by(2)), options, is_same) {
+        for found in on_ranks_with(&path, &plan_of(&one, sharded_over(2)), options, is_same) {
             assert_eq!(found, [true; 3], "{family} {dtype}");
         }
     }
@@ -174,7 +193,7 @@ fn beams_share_pages_of_all_ranks() {
     };
     let one = LoadedModel::open(&path, 1).unwrap();
     let expected = find(&one);
-    for found in on_ranks(&path, &plan_of(&one, shared_by(2)), None, find) {
+    for found in on_ranks(&path, &plan_of(&one, sharded_over(2)), None, find) {
         assert_eq!(found, expected);
     }
 }
@@ -187,7 +206,7 @@ fn each_rank_has_its_part_of_the_pages() {
         let whole = |tokens: usize| model.kv_cache_bytes(tokens * PAGE_TOKENS);
         (model.page_tokens(), [1, 2, 3, 4].map(whole))
     };
-    for found in on_ranks(&fixture("llama"), &plan_of(&one, shared_by(2)), None, bytes) {
+    for found in on_ranks(&fixture("llama"), &plan_of(&one, sharded_over(2)), None, bytes) {
         assert_eq!(found, (2 * PAGE_TOKENS, [page, page, 2 * page, 2 * page]));
     }
     // A request that needs more pages than the pool of all ranks has is refused.
@@ -200,7 +219,7 @@ fn each_rank_has_its_part_of_the_pages() {
     };
     let plan = check_plan(
         &config_of("llama"),
-        &Plan { mesh: shared_by(2), ..Plan::default() },
+        &Plan { mesh: sharded_over(2), ..Plan::default() },
         PlannedWork::Generation,
     );
     assert_eq!(on_ranks(&fixture("llama"), &plan.unwrap(), None, refuse), [true; 2]);

@@ -20,6 +20,31 @@ pub struct BeamOptions {
     pub end: Vec<u32>,
 }
 
+impl BeamOptions {
+    /// Checks that a prompt can be searched for.
+    ///
+    /// # Errors
+    /// If the prompt is empty, its tokens and the new ones exceed the model's positions, or there are no beams.
+    pub fn check(&self, model: &LoadedModel, prompt: &[u32]) -> Result<(), InferError> {
+        if prompt.is_empty() {
+            return Err(InferError::EmptyPrompt);
+        }
+        let allowed = model.config.max_position_embeddings();
+        let tokens = prompt.len().saturating_add(self.max_new_tokens);
+        if tokens > allowed {
+            return Err(InferError::TooLong { tokens, allowed });
+        }
+        if self.beams == 0 {
+            return Err(InferError::OutOfRange {
+                name: "beams",
+                value: "0".to_owned(),
+                allowed: "1 or more",
+            });
+        }
+        Ok(())
+    }
+}
+
 /// A text that a beam search has found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Hypothesis {
@@ -47,24 +72,15 @@ struct Continuation {
 /// Returns the best continuations of a prompt, the best one first.
 ///
 /// # Errors
-/// If the prompt is empty, its tokens and the new ones exceed the model's positions, there are no beams, or memory runs out.
+/// As for [`BeamOptions::check`], or if memory runs out.
 pub fn beam_search(
     model: &LoadedModel,
     prompt: &[u32],
     options: &BeamOptions,
 ) -> Result<Vec<Hypothesis>, InferError> {
+    options.check(model, prompt)?;
     let BeamOptions { beams, max_new_tokens, .. } = *options;
-    if prompt.is_empty() {
-        return Err(InferError::EmptyPrompt);
-    }
-    let allowed = model.config.max_position_embeddings();
-    let tokens = prompt.len().saturating_add(max_new_tokens);
-    if tokens > allowed {
-        return Err(InferError::TooLong { tokens, allowed });
-    }
-    if beams == 0 {
-        return Err(InferError::OutOfRange { name: "beams", value: "0".to_owned(), allowed: "1 or more" });
-    }
+    let tokens = prompt.len() + max_new_tokens;
     // While beams are copied, an old one and a new one have a last page of their own each.
     let mut batch = Batch::new(model, beams * (model.whole_pages(tokens) + model.page_tokens()))?;
     // The last token is not read.

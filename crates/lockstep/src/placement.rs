@@ -19,7 +19,7 @@ use serde_json::{Map, Value, json};
 use crate::exit::{FAILED, Failure};
 use crate::output::note;
 use crate::quantize::note_decoded;
-use crate::ranks::told_by;
+use crate::ranks::{all_or_none, told_by};
 
 /// Type of the weights of a preset, as almost all published models have it.
 const PRESET_DTYPE: DType = DType::BF16;
@@ -160,27 +160,6 @@ impl FoundModel {
         let model = LoadedModel::load_placed_on(&self.directory, plan, ranks)?;
         Ok(PlacedModel { model, placed: Some(placed) })
     }
-}
-
-/// Returns this rank's result if all ranks have one. Else the first rank reports all failures, and the others none.
-fn all_or_none<T>(ranks: &Ranks, own: Result<T, Failure>) -> Result<T, Failure> {
-    if ranks.size() == 1 {
-        return own;
-    }
-    let lost = |error| told_by(error, ranks.rank());
-    let (message, code) = own.as_ref().err().map_or(("", 0), |failure| (&*failure.message, failure.code));
-    let codes = ranks.all_numbers(code.into()).map_err(lost)?;
-    let messages = ranks.gather(message.as_bytes()).map_err(lost)?;
-    let Some(code) = codes.into_iter().find(|code| *code != 0) else { return own };
-    let messages: Vec<_> = messages.iter().map(|message| String::from_utf8_lossy(message)).collect();
-    let message = match messages.first() {
-        Some(first) if messages.iter().all(|message| message == first) => first.clone().into_owned(),
-        _ => {
-            let failed = messages.iter().enumerate().filter(|(_, message)| !message.is_empty());
-            failed.map(|(rank, message)| format!("rank {rank}: {message}")).collect::<Vec<_>>().join("; ")
-        }
-    };
-    Err(Failure { message, code: code as u8 })
 }
 
 /// A loaded model, and the map by which it was placed.

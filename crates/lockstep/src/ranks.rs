@@ -227,6 +227,27 @@ pub(crate) fn told_by(error: impl Into<lockstep_train::Error>, rank: usize) -> F
     Failure { message, ..failure }
 }
 
+/// Returns this rank's result if all ranks have one. Else the first rank reports all failures, and the others none. All ranks call this.
+pub(crate) fn all_or_none<T>(ranks: &Ranks, own: Result<T, Failure>) -> Result<T, Failure> {
+    if ranks.size() == 1 {
+        return own;
+    }
+    let lost = |error| told_by(error, ranks.rank());
+    let (message, code) = own.as_ref().err().map_or(("", 0), |failure| (&*failure.message, failure.code));
+    let codes = ranks.all_numbers(code.into()).map_err(lost)?;
+    let messages = ranks.gather(message.as_bytes()).map_err(lost)?;
+    let Some(code) = codes.into_iter().find(|code| *code != 0) else { return own };
+    let messages: Vec<_> = messages.iter().map(|message| String::from_utf8_lossy(message)).collect();
+    let message = match messages.first() {
+        Some(first) if messages.iter().all(|message| message == first) => first.clone().into_owned(),
+        _ => {
+            let failed = messages.iter().enumerate().filter(|(_, message)| !message.is_empty());
+            failed.map(|(rank, message)| format!("rank {rank}: {message}")).collect::<Vec<_>>().join("; ")
+        }
+    };
+    Err(Failure { message, code: code as u8 })
+}
+
 /// Reports a rank's failure and ends all ranks by `abort`, which returns if they end by themselves.
 pub(crate) fn ended_by(error: lockstep_train::Error, rank: usize, abort: impl FnOnce(u8)) -> Failure {
     let text = error.to_string();

@@ -29,6 +29,7 @@ use crate::infer::{KvCacheArguments, ModelArguments};
 use crate::inference_ranks::results_of_replicas;
 use crate::output::{note, piece, say, warning};
 use crate::placement::{FoundModel, PlacedModel};
+use crate::ranks::all_or_none;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -103,7 +104,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         prompts(&ranks, arguments.prompt.as_deref(), arguments.prompts.as_deref())?
     };
     let ids = prompts.iter().map(|prompt| prompt_ids(&tokenizer, prompt, arguments));
-    let ids = ids.collect::<Result<Vec<Vec<u32>>, Failure>>()?;
+    let ids = all_or_none(&ranks, ids.collect::<Result<Vec<Vec<u32>>, Failure>>())?;
     let placed = found.load(workload(arguments, &found, &config, (&ids, ranks.replicas())), ranks)?;
     let model = &placed.model;
     if !config.ignored.is_empty() {
@@ -162,13 +163,16 @@ fn search(
     (arguments, placed): (&Arguments, &PlacedModel),
 ) -> Result<ExitCode, Failure> {
     let samples = usize::try_from(arguments.samples).unwrap_or(usize::MAX);
-    if samples > beams.beams {
-        let most = beams.beams;
-        return Err(Failure::configuration(format!(
-            "-n {samples}: a search with {most} beams finds {most} texts"
-        )));
-    }
     let ranks = writer.model.ranks();
+    let check = || -> Result<(), Failure> {
+        let most = beams.beams;
+        if samples > most {
+            let problem = format!("-n {samples}: a search with {most} beams finds {most} texts");
+            return Err(Failure::configuration(problem));
+        }
+        ids.iter().try_for_each(|ids| writer.check_search(ids, beams))
+    };
+    all_or_none(ranks, check())?;
     let show = |number: usize, found: &[Value]| {
         for (rank, result) in found.iter().enumerate().filter(|_| !arguments.json) {
             if prompts.len() * samples > 1 {

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::{sampling::BeamSettings, text::StoppedText};
 use crate::exit::Failure;
+use crate::ranks::all_or_none;
 
 /// Number of tokens to generate; an end-of-text token ends the text earlier.
 #[derive(Debug, Clone, Copy)]
@@ -89,7 +90,8 @@ impl Writer<'_> {
         mut show: impl FnMut(usize, Option<&str>) -> Result<(), Failure>,
     ) -> Result<Vec<Written>, Failure> {
         let mut requests: Vec<Request> = jobs.iter().map(|job| self.request(job)).collect();
-        Scheduler::check(self.model, &requests)?;
+        let checked = Scheduler::check(self.model, &requests).map_err(Failure::from);
+        all_or_none(self.model.ranks(), checked)?;
         let requests: Vec<Request> = requests.drain(part.clone()).collect();
         let options = SchedulerOptions {
             max_sequences: self.batch_size,
@@ -137,15 +139,23 @@ impl Writer<'_> {
         count: usize,
         beams: &BeamSettings,
     ) -> Result<Vec<Written>, Failure> {
-        let options = BeamOptions {
+        let found = beam_search(self.model, ids, &self.beam_options(ids, beams))?;
+        found.into_iter().take(count).map(|hypothesis| self.found(ids, hypothesis)).collect()
+    }
+
+    /// Checks that a prompt can be searched for.
+    pub(super) fn check_search(&self, ids: &[u32], beams: &BeamSettings) -> Result<(), Failure> {
+        Ok(self.beam_options(ids, beams).check(self.model, ids)?)
+    }
+
+    fn beam_options(&self, ids: &[u32], beams: &BeamSettings) -> BeamOptions {
+        BeamOptions {
             beams: beams.beams,
             max_new_tokens: self.max_new_tokens(ids),
             length_penalty: beams.length_penalty,
             early_stopping: beams.early_stopping,
             end: self.end.clone(),
-        };
-        let found = beam_search(self.model, ids, &options)?;
-        found.into_iter().take(count).map(|hypothesis| self.found(ids, hypothesis)).collect()
+        }
     }
 
     fn found(&self, ids: &[u32], hypothesis: Hypothesis) -> Result<Written, Failure> {

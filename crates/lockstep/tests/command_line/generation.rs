@@ -145,7 +145,12 @@ fn several_ranks_generate_and_measure_what_one_does() {
     workshop.write("long.txt", format!("a\n{}\n", "All ranks ".repeat(30)));
     let too_long = generate(&workshop, &[&["--prompts", "long.txt"][..], &replicas].concat());
     assert_eq!(too_long.code, Some(2), "{too_long:?}");
-    assert!(too_long.stderr.contains("300 tokens") && !too_long.stderr.contains("lost"), "{too_long:?}");
+    assert_eq!(too_long.stderr.matches("300 tokens").count(), 1, "the first rank says so: {too_long:?}");
+    assert!(!too_long.stderr.contains("lost"), "{too_long:?}");
+    let of_beams =
+        generate(&workshop, &[&["--prompts", "long.txt", "--num-beams", "2"][..], &replicas].concat());
+    assert_eq!(of_beams.code, Some(2), "{of_beams:?}");
+    assert_eq!(of_beams.stderr.matches("error: ").count(), 1, "{of_beams:?}");
     let piped = format!(
         "printf 'All ranks' | '{}' generate --model hf --temperature 0 --max-new-tokens 9 --nproc-per-node 2",
         env!("CARGO_BIN_EXE_lockstep")

@@ -114,7 +114,7 @@ pub(crate) enum KeySource {
     /// Queries and keys are those of local tokens; ring attention supplies the other keys. `sums`: f32 scratch for
     /// the outputs and the gradients of the queries, for dtypes narrower than f32.
     Ring { sums: Option<Value> },
-    /// Queries and keys are those of this rank's rows of a batch; earlier keys are in a cache that ranks share.
+    /// Queries and keys are those of this rank's rows of a batch; earlier keys are in a cache that is sharded over ranks.
     ShardedCache(ShardedCache),
 }
 

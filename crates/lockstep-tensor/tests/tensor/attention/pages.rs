@@ -121,6 +121,49 @@ fn part(all: View<'_>, index: usize, parts: usize) -> View<'_> {
     all.reshape([parts, of_each]).rows(index..index + 1)
 }
 
+/// Appends new tokens to the caches of all ranks, and attends from them: `q`, `k` and `v`. `tables`: first rows, cached tokens and pages of
+/// the sequences. Returns the outputs, and the log-sum-exps of the first rank.
+fn attend_on_ranks<T: Float>(
+    (case, (stored, vectors)): (&Case, (KvCacheType, CachedVectors)),
+    caches: &[[Tensor; 2]],
+    [row_starts, cached, pages]: &[Tensor; 3],
+    [q, k, v]: &[Tensor; 3],
+    (queue, arena): (&CpuQueue, &Arena),
+) -> (Vec<T>, Vec<f32>) {
+    let Case { heads, key_value_heads, head_dim, .. } = *case;
+    let (ranks, rows) = (caches.len(), q.view().elements() / (heads * head_dim));
+    let (shape, key_shape) = ([rows, heads, head_dim], [rows, key_value_heads, head_dim]);
+    let has_values = vectors == CachedVectors::KeyAndValue;
+    let out = tensor(arena, &vec![T::store(f32::NAN); rows * heads * head_dim]);
+    let of_ranks = tensor(arena, &vec![f32::NAN; ranks * rows * heads * head_dim]);
+    let statistics = tensor(arena, &vec![f32::NAN; ranks * rows * heads]);
+    let (out, statistics) = (out.view().reshape(shape), statistics.view());
+    for (rank, [keys, values]) in caches.iter().enumerate() {
+        let cache = PagedCache {
+            stored,
+            keys: keys.view(),
+            values: has_values.then(|| values.view()),
+            row_starts: row_starts.view(),
+            cached: cached.view(),
+            pages: pages.view(),
+            place: CachePlace { ranks, rank },
+        };
+        let new_values = has_values.then(|| v.view().reshape(key_shape));
+        queue.append_to_cache(cache, key_value_heads, k.view().reshape(key_shape), new_values);
+        let variant = VariantTensors::new(case, None, arena);
+        let geometry = geometry(case, &variant);
+        let sinks = geometry.variant.sinks.filter(|_| rank == 0);
+        let geometry = Attention { variant: AttentionVariant { sinks, ..geometry.variant }, ..geometry };
+        let own = if ranks == 1 { out } else { part(of_ranks.view(), rank, ranks).reshape(shape) };
+        let statistics = part(statistics, rank, ranks).reshape([rows * heads]);
+        queue.cached_attention(&geometry, cache, q.view().reshape(shape), own, statistics);
+    }
+    if ranks > 1 {
+        queue.merge_attention(of_ranks.view(), statistics, out);
+    }
+    (out.to_vec(), part(statistics, 0, ranks).to_vec())
+}
+
 /// Reads sequences as [`read_in_steps`] does, in a cache that is sharded over `ranks` ranks. Several ranks give no log-sum-exps.
 fn read_on_ranks<T: Float>(
     readings: &mut [Reading<T>],
@@ -134,7 +177,6 @@ fn read_on_ranks<T: Float>(
     let pages =
         2 + readings.iter().map(|reading| reading.case.query_len.div_ceil(page_tokens)).sum::<usize>();
     let mut free: Vec<u32> = (0..pages as u32).collect();
-    let has_values = vectors == CachedVectors::KeyAndValue;
     let page_bytes = queue.page_bytes(T::DTYPE, stored, CacheShape { key_value_heads, head_dim, vectors });
     // Caches of NaN: what is not written must not be read.
     let cache = || {
@@ -170,42 +212,10 @@ fn read_on_ranks<T: Float>(
         if rows == 0 {
             continue;
         }
-        let [row_starts, cached, tables] = [&starts, &cached, &tables].map(|words| tensor(arena, words));
-        let [q, k, v] = [q, k, v].map(|elements| tensor(arena, &elements));
-        let out = tensor(arena, &vec![T::store(f32::NAN); rows * heads * head_dim]);
-        let of_ranks = tensor(arena, &vec![f32::NAN; ranks * rows * heads * head_dim]);
-        let statistics = tensor(arena, &vec![f32::NAN; ranks * rows * heads]);
-        let (shape, key_shape) = ([rows, heads, head_dim], [rows, key_value_heads, head_dim]);
-        let (out, statistics) = (out.view().reshape(shape), statistics.view());
-        for (rank, [keys, values]) in caches.iter().enumerate() {
-            let cache = PagedCache {
-                stored,
-                keys: keys.view(),
-                values: has_values.then(|| values.view()),
-                row_starts: row_starts.view(),
-                cached: cached.view(),
-                pages: tables.view(),
-                place: CachePlace { ranks, rank },
-            };
-            queue.append_to_cache(
-                cache,
-                key_value_heads,
-                k.view().reshape(key_shape),
-                has_values.then(|| v.view().reshape(key_shape)),
-            );
-            let variant = VariantTensors::new(&readings[0].case, None, arena);
-            let geometry = geometry(&readings[0].case, &variant);
-            let sinks = geometry.variant.sinks.filter(|_| rank == 0);
-            let geometry = Attention { variant: AttentionVariant { sinks, ..geometry.variant }, ..geometry };
-            let own = if ranks == 1 { out } else { part(of_ranks.view(), rank, ranks).reshape(shape) };
-            let statistics = part(statistics, rank, ranks).reshape([rows * heads]);
-            queue.cached_attention(&geometry, cache, q.view().reshape(shape), own, statistics);
-        }
-        if ranks > 1 {
-            queue.merge_attention(of_ranks.view(), statistics, out);
-        }
-        let (out, mut statistics) = (out.to_vec::<T>(), statistics.to_vec::<f32>());
-        statistics.truncate(rows * heads);
+        let tables = [&starts, &cached, &tables].map(|words| tensor(arena, words));
+        let operands = [q, k, v].map(|elements| tensor(arena, &elements));
+        let what = (&readings[0].case, (stored, vectors));
+        let (out, statistics) = attend_on_ranks::<T>(what, &caches, &tables, &operands, (queue, arena));
         for ((reading, tokens), &start) in readings.iter_mut().zip(parts).zip(&starts) {
             reading.record(tokens, start as usize, (&out, &statistics));
         }

@@ -224,10 +224,27 @@ fn ranks_with_unlike_algorithms_find_out() {
     });
 }
 
+/// Starts a proxy that forwards connections to `port`, each direction by a call of `pass` on a thread. Returns its port.
+fn forward(port: u16, pass: impl Fn(TcpStream, TcpStream) + Clone + Send + 'static) -> u16 {
+    let (listener, own) = listener();
+    thread::spawn(move || {
+        while let Ok((near, _)) = listener.accept() {
+            let Ok(far) = TcpStream::connect(("127.0.0.1", port)) else { continue };
+            for (from, to) in [
+                (near.try_clone().unwrap(), far.try_clone().unwrap()),
+                (far.try_clone().unwrap(), near.try_clone().unwrap()),
+            ] {
+                let pass = pass.clone();
+                thread::spawn(move || pass(from, to));
+            }
+        }
+    });
+    own
+}
+
 /// Starts a proxy that forwards connections to `port` until `drops` is set, and then discards every byte. Returns its port.
 fn proxy(port: u16, drops: Arc<AtomicBool>) -> u16 {
-    let (listener, own) = listener();
-    let pass = |mut from: TcpStream, mut to: TcpStream, drops: Arc<AtomicBool>| {
+    forward(port, move |mut from, mut to| {
         let mut bytes = [0; 65536];
         while let Ok(count @ 1..) = from.read(&mut bytes) {
             if !drops.load(Ordering::Relaxed) && to.write_all(&bytes[..count]).is_err() {
@@ -239,20 +256,7 @@ fn proxy(port: u16, drops: Arc<AtomicBool>) -> u16 {
             thread::sleep(Duration::from_millis(20));
         }
         let _ = to.shutdown(std::net::Shutdown::Write);
-    };
-    thread::spawn(move || {
-        while let Ok((near, _)) = listener.accept() {
-            let Ok(far) = TcpStream::connect(("127.0.0.1", port)) else { continue };
-            for (from, to) in [
-                (near.try_clone().unwrap(), far.try_clone().unwrap()),
-                (far.try_clone().unwrap(), near.try_clone().unwrap()),
-            ] {
-                let drops = Arc::clone(&drops);
-                thread::spawn(move || pass(from, to, drops));
-            }
-        }
-    });
-    own
+    })
 }
 
 #[test]
@@ -290,6 +294,54 @@ fn a_link_that_swallows_everything_is_known_within_the_time_of_silence() {
         assert_eq!(lost, 1 - rank);
         assert!(elapsed < silence * 3, "{elapsed:?}");
     }
+}
+
+/// Starts a proxy that forwards connections to `port`. Once `holds` is set, bytes are forwarded `HELD` later, but the ends of
+/// connections at once: the order of a network that loses packets, where each connection has its own. Returns its port.
+fn unordered_proxy(port: u16, holds: Arc<AtomicBool>) -> u16 {
+    forward(port, move |mut from, mut to| {
+        let mut bytes = [0; 65536];
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            if holds.load(Ordering::Relaxed) {
+                thread::sleep(HELD);
+            }
+            if to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
+        let _ = to.shutdown(std::net::Shutdown::Write);
+    })
+}
+
+/// Time that [`unordered_proxy`] holds bytes back.
+const HELD: Duration = Duration::from_millis(700);
+
+#[test]
+fn a_farewell_that_arrives_after_the_end_of_other_connections_is_no_loss() {
+    let (listener, port) = listener();
+    let holds = Arc::new(AtomicBool::new(false));
+    // Heartbeats are sent, and closed connections looked at, every 100 ms.
+    let options = TcpOptions { silence: Duration::from_secs(2), ..TcpOptions::default() };
+    let detour = unordered_proxy(port, Arc::clone(&holds));
+    let join = |rank, port| {
+        let listener = (rank == 0).then(|| listener.try_clone().unwrap());
+        let rendezvous = RendezvousEndpoint { listener, secret: some_secret(), ..rendezvous(port) };
+        let group = join_by_address(rank, 2, rendezvous, options, soon()).unwrap();
+        group.all_reduce(&mut vec![1.0_f32; 100_000][..], ReduceOp::Sum, soon()).unwrap();
+        group
+    };
+    let error = thread::scope(|scope| {
+        let (join, holds) = (&join, &holds);
+        scope.spawn(move || {
+            let group = join(1, detour);
+            holds.store(true, Ordering::Relaxed);
+            drop(group);
+        });
+        let group = join(0, port);
+        thread::sleep(2 * HELD);
+        group.all_reduce(&mut vec![1.0_f32; 100_000][..], ReduceOp::Sum, soon()).unwrap_err()
+    });
+    assert!(matches!(error, CommError::PeerLost { rank: 1, cause: LossCause::Left, .. }), "{error}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, ErrorKind},
-    net::{Shutdown, TcpStream},
+    net::TcpStream,
     sync::Arc,
     time::Duration,
 };
@@ -116,6 +116,8 @@ impl Link {
         table: &mut OperationTable,
     ) -> Result<(), LossCause> {
         self.streams[index].is_open = false;
+        // Nothing is sent on a closed connection, and a rank that leaves waits for the other end to close as well.
+        self.streams[index].stream.close_sending();
         // The rank may have announced the reason on the control connection before.
         if let LinkStream { stream, is_open: true } = &mut self.streams[0] {
             for _ in 0..LAST_TURNS {
@@ -171,19 +173,28 @@ impl Link {
         self.streams.iter_mut().for_each(|connection| connection.stream.abandon());
     }
 
-    /// Closes the sending direction of all connections.
-    pub(crate) fn hang_up(&self) {
-        for connection in self.streams.iter().filter(|connection| connection.is_open) {
-            // The connection may already be gone.
-            let _ = connection.stream.socket().shutdown(Shutdown::Write);
+    /// Closes the sending directions, for a rank that leaves: of the control connection once its frames are sent, of the data
+    /// connections once the other rank has confirmed. A data connection that closes before the farewell has arrived would look
+    /// like a loss.
+    pub(crate) fn hang_up(&self, table: &OperationTable) {
+        let waiting = table.queues.are_waiting(self.rank);
+        for (index, connection) in self.streams.iter().enumerate() {
+            let is_sent = !connection.stream.is_writing() && !waiting[index.min(1)];
+            if connection.is_open && is_sent && (index == 0 || self.has_confirmed()) {
+                connection.stream.close_sending();
+            }
         }
     }
 
-    /// Discards received data. Returns true if nothing more can be received.
-    pub(crate) fn drain(&mut self) -> bool {
+    /// Returns true if the other rank has closed its control connection, as it does once it has received a farewell.
+    pub(crate) fn has_confirmed(&self) -> bool {
+        !self.streams[0].is_open
+    }
+
+    /// Discards received data.
+    pub(crate) fn drain(&mut self) {
         for connection in self.streams.iter_mut().filter(|connection| connection.is_open) {
             connection.is_open = connection.stream.drain();
         }
-        self.is_gone()
     }
 }

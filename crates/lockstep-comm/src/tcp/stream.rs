@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     io::{self, ErrorKind},
-    net::TcpStream,
+    net::{Shutdown, TcpStream},
     ops::ControlFlow,
     sync::Arc,
 };
@@ -179,6 +179,12 @@ impl Stream {
         if self.outgoing.as_ref().is_some_and(|frame| frame.data_of.is_some()) {
             self.outgoing = None;
         }
+    }
+
+    /// Closes the sending direction.
+    pub(crate) fn close_sending(&self) {
+        // The connection may already be gone.
+        let _ = self.wire.socket().shutdown(Shutdown::Write);
     }
 
     /// Discards received bytes. Returns true if more may come.

@@ -49,8 +49,8 @@ const SHARED_MEMORY_POLL: Duration = Duration::from_micros(100);
 const MAX_SLEEP: Duration = Duration::from_millis(50);
 /// Time after which the thread that accepts ranks looks if the transport still exists.
 const CALLS_POLL: Duration = Duration::from_millis(100);
-/// Time for a leaving rank to say so.
-const FAREWELL: Duration = Duration::from_millis(300);
+/// Time for the last data of a leaving rank, and for its farewell if the run has ended with an error.
+const LAST_DATA: Duration = Duration::from_millis(300);
 
 /// Shared-memory transport to the ranks of this machine.
 #[derive(Debug)]
@@ -414,34 +414,41 @@ impl Shared {
         }
     }
 
-    /// Says farewell, and waits a little for its arrival: closing earlier could destroy it in transit.
+    /// Says farewell and waits until the other ranks have received it, which they confirm by closing their control connections.
+    ///
+    /// Heartbeats that arrive at a closed socket are answered with a reset, which would overtake a farewell that TCP has to send
+    /// again; the other rank would then take this one for lost. Ranks whose run has ended with an error confirm nothing.
     fn leave<'a>(&'a self, mut state: MutexGuard<'a, State>, farewell: Kind) {
         state.abandon();
-        if state.ending.is_none() {
+        let is_orderly = state.ending.is_none();
+        if is_orderly {
             state.send_to_all(Header::bare(farewell), &[]);
         }
         // Small data for ranks that are still being connected is not lost.
         let has_more =
             |state: &State| state.table.queues.waiting().any(|rank| !state.links.contains_key(&rank));
-        let deadline = Instant::now() + if has_more(&state) { self.connect_limit() } else { FAREWELL };
-        let mut is_sent = false;
+        let limit = if is_orderly || has_more(&state) { self.connect_limit() } else { LAST_DATA };
+        let mut deadline = Instant::now() + limit;
+        let mut is_known = false;
         loop {
             state.write();
-            let outgoing = state.interests().into_iter().any(|(_, flags)| flags.contains(PollFlags::OUT));
-            if !outgoing && !has_more(&state) && !std::mem::replace(&mut is_sent, true) {
-                state.links.values().for_each(Link::hang_up);
+            let State { links, table, .. } = &mut *state;
+            for link in links.values_mut() {
+                link.drain();
+                link.hang_up(table);
             }
-            let open = state.links.values_mut().filter_map(|link| (!link.drain()).then_some(())).count();
-            if (open == 0 && !has_more(&state)) || Instant::now() >= deadline {
+            if !is_known && !has_more(&state) && state.links.values().all(Link::has_confirmed) {
+                is_known = true;
+                deadline = deadline.min(Instant::now() + LAST_DATA);
+            }
+            let is_done = is_known && state.links.values().all(Link::is_gone);
+            if is_done || Instant::now() >= deadline {
                 return;
             }
-            let flags = PollFlags::IN | if is_sent { PollFlags::empty() } else { PollFlags::OUT };
             let links = state.links.values();
-            let interests: Vec<_> = links.flat_map(|link| link.interests(&state.table)).collect();
-            let interests: Vec<_> = interests
-                .into_iter()
-                .map(|(socket, found)| (socket, (found | PollFlags::IN) & flags))
-                .collect();
+            let interests = links.flat_map(|link| link.interests(&state.table));
+            let interests: Vec<_> =
+                interests.map(|(socket, flags)| (socket, flags | PollFlags::IN)).collect();
             drop(state);
             self.sleep(&interests, Duration::from_millis(20));
             state = self.lock();

@@ -55,6 +55,10 @@ impl Blocks {
     const SMALL_TASK_COLUMNS: usize = 128;
     /// Largest number of parts of the columns of small tasks.
     const SMALL_COLUMN_PARTS: usize = 4;
+    /// Largest number of parts of the columns of small tasks that pack their rows.
+    const PACKED_COLUMN_PARTS: usize = 2;
+    /// Number of tasks of each thread that suffices if tasks pack their rows: each part of the columns packs the same rows again.
+    const PACKING_TASKS: usize = 2;
 
     /// Returns the block sizes of an `m × n` product over `depth` units.
     pub(super) fn new(m: usize, n: usize, depth: usize, grain: Grain) -> Self {
@@ -83,7 +87,14 @@ impl Blocks {
     /// Returns the division of a chunk of `rows × columns` into tasks.
     pub(super) fn tasks(&self, rows: usize, columns: usize) -> Tasks {
         let Self { fewest_panels, most_panels, grain, .. } = *self;
-        let least = grain.threads.next_multiple_of(Self::FEWEST_TASKS).max(Self::FEWEST_TASKS);
+        let even = grain.threads.next_multiple_of(Self::FEWEST_TASKS).max(Self::FEWEST_TASKS);
+        let (least, column_parts) = match grain.packs_rows {
+            false => (even, Self::SMALL_COLUMN_PARTS),
+            true => {
+                let enough = (Self::PACKING_TASKS * grain.threads).next_multiple_of(Self::FEWEST_TASKS / 4);
+                (even.min(enough), Self::PACKED_COLUMN_PARTS)
+            }
+        };
         let panels = rows.div_ceil(grain.rows);
         // Three quarters of the panels: as many parts as there may be threads, or a multiple of that.
         let small = panels / 4 / fewest_panels;
@@ -93,10 +104,9 @@ impl Blocks {
             many => many.next_multiple_of(least),
         };
         let parts_of = |smallest: usize| (columns / smallest).max(1);
-        // Rows are divided first: each part of the columns packs the same rows again.
+        // Rows are divided first: each part of the columns reads the same rows again.
         let large_columns = (least / (large + small)).min(parts_of(Self::TASK_COLUMNS)).max(1);
-        let small_columns =
-            parts_of(Self::SMALL_TASK_COLUMNS).min(Self::SMALL_COLUMN_PARTS).max(large_columns);
+        let small_columns = parts_of(Self::SMALL_TASK_COLUMNS).min(column_parts).max(large_columns);
         Tasks { large, large_panels, large_columns, small, small_columns, grain }
     }
 }
@@ -168,15 +178,15 @@ mod tests {
 
     /// Returns the fraction of the threads' time that is used if a thread that becomes free takes the next task, and a task
     /// takes as long as its part of C is large.
-    fn used(m: usize, n: usize, threads: usize) -> f64 {
+    fn used(m: usize, n: usize, threads: usize, packs_rows: bool) -> f64 {
         let grain = Grain {
             rows: 12,
             columns: 32,
-            task_rows: 24,
+            task_rows: if packs_rows { 48 } else { 24 },
             depth: 1,
             planes: 1,
             block_depth: None,
-            packs_rows: false,
+            packs_rows,
             threads,
             keeps_partial_sums: false,
         };
@@ -193,7 +203,17 @@ mod tests {
     fn many_threads_have_tasks_of_equal_work() {
         for (threads, least) in [(1, 1.0), (2, 0.99), (8, 0.96), (32, 0.88), (64, 0.65), (128, 0.65)] {
             for (m, n) in [(1024, 768), (1024, 1536), (4096, 1536), (8192, 1536)] {
-                let used = used(m, n, threads);
+                let used = used(m, n, threads, false);
+                assert!(used >= least, "{m} × {n} on {threads} threads use {used:.2} of their time");
+            }
+        }
+    }
+
+    #[test]
+    fn tasks_that_pack_rows_keep_threads_busy() {
+        for (threads, least) in [(1, 1.0), (2, 0.99), (3, 0.88), (8, 0.99), (16, 0.99)] {
+            for (m, n) in [(384, 384), (1536, 384), (384, 1536), (768, 3072), (50304, 768)] {
+                let used = used(m, n, threads, true);
                 assert!(used >= least, "{m} × {n} on {threads} threads use {used:.2} of their time");
             }
         }
@@ -205,7 +225,7 @@ mod tests {
             m in 1_usize..3000,
             n in 1_usize..3000,
             depth in 1_usize..3000,
-            shape in prop::sample::select(vec![(12, 32, 24, 1), (12, 32, 48, 1), (6, 16, 12, 1), (4, 8, 8, 1), (32, 32, 96, 16)]),
+            shape in prop::sample::select(vec![(12, 32, 24, 1), (12, 32, 48, 1), (8, 48, 24, 1), (6, 16, 12, 1), (4, 8, 8, 1), (32, 32, 96, 16)]),
             first in 0_usize..100,
             packs_rows: bool,
             threads in 1_usize..=128,

@@ -204,8 +204,14 @@ unsafe fn load_step<V: Lanes, const VECTORS: usize>(b: *const u32) -> [V; VECTOR
 
 /// Steps of depth that the loops of a product unroll. Counting and addresses take every tenth of the instructions otherwise.
 const STEPS_AT_ONCE: usize = 4;
-/// Units of a later panel of B that those steps fetch: a cache line.
-const LATER_UNITS: usize = CACHE_LINE_BYTES / size_of::<u32>();
+/// Units of a cache line.
+const LINE_UNITS: usize = CACHE_LINE_BYTES / size_of::<u32>();
+
+/// Returns the cache lines of a later panel of B, so many vectors wide, that those steps fetch: all tiles of a task together fetch the
+/// panel.
+const fn later_lines(vectors: usize) -> usize {
+    vectors.div_ceil(2)
+}
 
 /// Adds the products of a column of A, whose unit in a row is `x`, and a step of B to the sums.
 ///
@@ -277,84 +283,102 @@ impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
     const DEPTH: usize = K::DEPTH;
 }
 
-/// Computes the product as a sum of outer products, `VECTORS` vectors wide.
-///
-/// # Safety
-/// As [`MicroKernel::finished_tile`].
-#[inline(always)]
-unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
-    depth: usize,
-    mut a: *const u32,
-    Columns { units: mut b, mut later }: Columns,
-    place: &Place,
-) {
-    fetch::<ROWS>(place, VECTORS * V::COUNT);
-    // SAFETY: the panels hold `depth` steps of `ROWS` and `VECTORS · COUNT` units; the caller promises the instructions
-    // and room for the sums.
-    unsafe {
-        let mut sums = [[V::zero(); VECTORS]; ROWS];
-        let mut add_steps = inlined!(|steps: usize| {
-            for step in 0..steps {
-                let columns: [V; VECTORS] = load_step(b.add(step * VECTORS * V::COUNT));
-                add_products(&mut sums, columns, |i| *a.add(step * ROWS + i));
-            }
-            a = a.add(steps * ROWS);
-            b = b.add(steps * VECTORS * V::COUNT);
-        });
-        for _ in 0..depth / STEPS_AT_ONCE {
-            add_steps(STEPS_AT_ONCE);
-            prefetch(later);
-            later = later.wrapping_add(LATER_UNITS);
-        }
-        for _ in 0..depth % STEPS_AT_ONCE {
-            add_steps(1);
-        }
-        finish(sums, place);
+/// The rows of A of a tile, of which each step of depth takes a unit.
+trait RowUnits {
+    /// Returns the unit of row `row`, `step` steps from here.
+    ///
+    /// # Safety
+    /// The rows must hold the unit.
+    unsafe fn unit(&self, step: usize, row: usize) -> u32;
+
+    /// Goes on by some steps.
+    fn advance(&mut self, steps: usize);
+}
+
+/// Rows of a packed panel, side by side.
+struct PanelUnits<const ROWS: usize>(*const u32);
+
+impl<const ROWS: usize> RowUnits for PanelUnits<ROWS> {
+    #[inline(always)]
+    unsafe fn unit(&self, step: usize, row: usize) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { *self.0.add(step * ROWS + row) }
+    }
+
+    #[inline(always)]
+    fn advance(&mut self, steps: usize) {
+        self.0 = self.0.wrapping_add(steps * ROWS);
     }
 }
 
 /// Rows of A that share a register for their address: the others are one and two strides further.
 const ROWS_OF_ADDRESS: usize = 3;
 
-/// Computes the product as [`outer_products`] does, of lines of A that are `stride` bytes apart.
+/// Rows that are read where they lie, `stride` bytes apart.
+struct LineUnits<const ROWS: usize> {
+    /// Every third row; only the first ones are used.
+    lines: [*const u32; ROWS],
+    stride: usize,
+}
+
+impl<const ROWS: usize> LineUnits<ROWS> {
+    #[inline(always)]
+    fn new(first: *const u32, stride: usize) -> Self {
+        let mut lines = [first; ROWS];
+        for (i, line) in lines.iter_mut().take(ROWS.div_ceil(ROWS_OF_ADDRESS)).enumerate() {
+            // Opaque, or the compiler adds up all addresses anew in each step.
+            *line = hint::black_box(first.wrapping_byte_add(i * ROWS_OF_ADDRESS * stride));
+        }
+        Self { lines, stride }
+    }
+}
+
+impl<const ROWS: usize> RowUnits for LineUnits<ROWS> {
+    #[inline(always)]
+    unsafe fn unit(&self, step: usize, row: usize) -> u32 {
+        let line = self.lines[row / ROWS_OF_ADDRESS].wrapping_byte_add(row % ROWS_OF_ADDRESS * self.stride);
+        // SAFETY: the caller's promise.
+        unsafe { line.wrapping_add(step).read_unaligned() }
+    }
+
+    #[inline(always)]
+    fn advance(&mut self, steps: usize) {
+        for line in &mut self.lines[..ROWS.div_ceil(ROWS_OF_ADDRESS)] {
+            *line = line.wrapping_add(steps);
+        }
+    }
+}
+
+/// Computes the product as a sum of outer products, `VECTORS` vectors wide.
 ///
 /// # Safety
-/// As [`MicroKernel::finished_tile`].
+/// As [`MicroKernel::finished_tile`]. The rows must hold `depth` units.
 #[inline(always)]
-pub(super) unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     depth: usize,
-    (a, stride): (*const u32, usize),
+    mut a: impl RowUnits,
     Columns { units: mut b, mut later }: Columns,
     place: &Place,
 ) {
     fetch::<ROWS>(place, VECTORS * V::COUNT);
-    // SAFETY: the lines hold `depth` units, and the panel as many steps; the caller promises the instructions and room
-    // for the sums.
+    // SAFETY: the rows hold `depth` units, and the panel as many steps of `VECTORS · COUNT` units; the caller promises the instructions
+    // and room for the sums.
     unsafe {
         let mut sums = [[V::zero(); VECTORS]; ROWS];
-        // Only the first ones are used.
-        let mut lines = [a; ROWS];
-        for (i, line) in lines.iter_mut().take(ROWS.div_ceil(ROWS_OF_ADDRESS)).enumerate() {
-            // Opaque, or the compiler adds up all addresses anew in each step.
-            *line = hint::black_box(a.wrapping_byte_add(i * ROWS_OF_ADDRESS * stride));
-        }
         let mut add_steps = inlined!(|steps: usize| {
             for step in 0..steps {
                 let columns: [V; VECTORS] = load_step(b.add(step * VECTORS * V::COUNT));
-                add_products(&mut sums, columns, |i| {
-                    let line = lines[i / ROWS_OF_ADDRESS].wrapping_byte_add(i % ROWS_OF_ADDRESS * stride);
-                    line.wrapping_add(step).read_unaligned()
-                });
+                add_products(&mut sums, columns, |row| a.unit(step, row));
             }
-            for line in &mut lines[..ROWS.div_ceil(ROWS_OF_ADDRESS)] {
-                *line = line.wrapping_add(steps);
-            }
+            a.advance(steps);
             b = b.add(steps * VECTORS * V::COUNT);
         });
         for _ in 0..depth / STEPS_AT_ONCE {
             add_steps(STEPS_AT_ONCE);
-            prefetch(later);
-            later = later.wrapping_add(LATER_UNITS);
+            for line in 0..later_lines(VECTORS) {
+                prefetch(later.wrapping_add(line * LINE_UNITS));
+            }
+            later = later.wrapping_add(later_lines(VECTORS) * LINE_UNITS);
         }
         for _ in 0..depth % STEPS_AT_ONCE {
             add_steps(1);
@@ -363,9 +387,24 @@ pub(super) unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const 
     }
 }
 
+/// Computes the product of lines of A, `stride` bytes apart and read where they lie, and a panel of B.
+///
+/// # Safety
+/// As [`MicroKernel::finished_tile`].
+#[inline(always)]
+pub(super) unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    depth: usize,
+    (first, stride): (*const u32, usize),
+    b: Columns,
+    place: &Place,
+) {
+    // SAFETY: the caller's promise.
+    unsafe { outer_products::<V, ROWS, VECTORS>(depth, LineUnits::<ROWS>::new(first, stride), b, place) };
+}
+
 /// Declares a micro-kernel of outer products.
 macro_rules! outer_product_kernel {
-    ($(#[$doc:meta])* $name:ident: $vector:ident, $rows:literal x $vectors:literal) => {
+    ($(#[$doc:meta])* $name:ident: $vector:ident, $rows:literal x $vectors:literal, tasks of $task_rows:literal rows) => {
         $(#[$doc])*
         pub(in crate::cpu) struct $name;
 
@@ -373,10 +412,10 @@ macro_rules! outer_product_kernel {
             type Vector = lanes::$vector;
             const ROWS: usize = $rows;
             const COLUMNS: usize = $vectors * Self::Vector::COUNT;
-            const TASK_ROWS: usize = 2 * $rows;
+            const TASK_ROWS: usize = $task_rows;
             const DEPTH: usize = 1;
             const A_ORDER: Order = Order::AcrossDepth;
-            const FETCHED_UNITS: usize = LATER_UNITS / STEPS_AT_ONCE;
+            const FETCHED_UNITS: usize = later_lines($vectors) * LINE_UNITS / STEPS_AT_ONCE;
             const IS_IN_PLACE: bool = true;
 
             unsafe fn tile_of_lines(elements: *const u32, lines: &[u64], b: *const u32, tile: &mut Tile) {
@@ -399,6 +438,7 @@ macro_rules! outer_product_kernel {
                 unsafe {
                     Self::Vector::compiled(|| match a {
                         Rows::Packed(a) => {
+                            let a = PanelUnits::<$rows>(a);
                             outer_products::<Self::Vector, $rows, $vectors>(depth, a, b, place);
                         }
                         Rows::Lines(first, stride) => {
@@ -414,41 +454,48 @@ macro_rules! outer_product_kernel {
 
 outer_product_kernel!(
     /// f32 in portable code.
-    Portable: Plain, 4 x 1
+    Portable: Plain, 4 x 1, tasks of 8 rows
 );
 
 #[cfg(target_arch = "x86_64")]
 outer_product_kernel!(
     /// f32 by AVX2 and FMA: 12 of 16 registers hold sums.
-    Avx2: F32x8, 6 x 2
+    Avx2: F32x8, 6 x 2, tasks of 12 rows
 );
 
 #[cfg(target_arch = "x86_64")]
 outer_product_kernel!(
     /// f32 by AVX-512: 24 of 32 registers hold sums.
-    Avx512: F32x16, 12 x 2
+    Avx512: F32x16, 12 x 2, tasks of 24 rows
+);
+
+#[cfg(target_arch = "x86_64")]
+outer_product_kernel!(
+    /// As [`Avx512`], in tiles with more columns than rows: a step of depth loads 11 values in place of 14, which counts where two
+    /// hardware threads share a core's load ports. Columns that 48 does not divide waste more.
+    Avx512Wide: F32x16, 8 x 3, tasks of 24 rows
 );
 
 #[cfg(target_arch = "x86_64")]
 outer_product_kernel!(
     /// bf16 by the pairwise dot products of AVX512-BF16.
-    Avx512Dot: Bf16Pairs, 12 x 2
+    Avx512Dot: Bf16Pairs, 12 x 2, tasks of 24 rows
 );
 
 #[cfg(target_arch = "x86_64")]
 outer_product_kernel!(
     /// As [`Avx512Dot`], for products of the 64 rows of a block of attention, which 12 do not divide.
-    Avx512DotBlock: Bf16Pairs, 8 x 2
+    Avx512DotBlock: Bf16Pairs, 8 x 2, tasks of 16 rows
 );
 
 #[cfg(target_arch = "x86_64")]
 outer_product_kernel!(
     /// As [`Avx512DotBlock`], for up to two rows: those of a token that attends to a cache.
-    Avx512DotTwo: Bf16Pairs, 2 x 2
+    Avx512DotTwo: Bf16Pairs, 2 x 2, tasks of 4 rows
 );
 
 #[cfg(target_arch = "x86_64")]
 outer_product_kernel!(
     /// As [`Avx512DotTwo`], for up to four rows.
-    Avx512DotFour: Bf16Pairs, 4 x 2
+    Avx512DotFour: Bf16Pairs, 4 x 2, tasks of 8 rows
 );

@@ -187,7 +187,7 @@ pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
 }
 
 /// Largest number of lines of a panel.
-const MOST_LINES: usize = 2 * SIDE;
+const MOST_LINES: usize = 3 * SIDE;
 
 /// Packs lines of quantized blocks: a chunk of the lines of a panel is decoded, and packed as a stored matrix.
 ///
@@ -204,6 +204,7 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
     const { assert!(P::WIDTH <= MOST_LINES) };
     let are_squares = P::ORDER == Order::AcrossDepth && P::WIDTH.is_multiple_of(SIDE);
     let decodes_pairs = V::MAKES_PAIRS && are_pairs::<U>() && are_squares;
+    let mut decoded = [U::Source::zeroed(); MOST_LINES * CHUNK];
     for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
         let first = (outer.start + index * P::WIDTH).min(outer.end);
         let own = first..outer.end.min(first + P::WIDTH);
@@ -227,7 +228,6 @@ unsafe fn pack_blocks<V: Lanes, U: Unit, P: PanelShape>(
                     unsafe { V::decode_pairs(&lines, first + column, chunk, target) };
                 }
             } else {
-                let mut decoded = [U::Source::zeroed(); MOST_LINES * CHUNK];
                 // SAFETY: the caller's promise.
                 unsafe { decode::<V, _>(&lines, own.clone(), chunk, &mut decoded) };
                 let matrix = Matrix { elements: &decoded, stride: CHUNK };

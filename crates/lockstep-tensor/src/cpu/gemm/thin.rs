@@ -8,7 +8,7 @@
 use std::{ops::Range, ptr};
 
 #[cfg(target_arch = "x86_64")]
-use super::kernel::{Avx2, Avx512, Avx512Dot};
+use super::kernel::{Avx2, Avx512, Avx512Dot, Avx512Wide};
 use super::{
     block_lines::CHUNK,
     kernel::{MicroKernel, Portable},
@@ -84,6 +84,11 @@ impl ThinKernel for Avx2 {
 
 #[cfg(target_arch = "x86_64")]
 impl ThinKernel for Avx512 {
+    const MOST_ROWS: usize = MAX_ROWS;
+}
+
+#[cfg(target_arch = "x86_64")]
+impl ThinKernel for Avx512Wide {
     const MOST_ROWS: usize = MAX_ROWS;
 }
 

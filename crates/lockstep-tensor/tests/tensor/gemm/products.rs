@@ -1,5 +1,7 @@
 //! Every level, layout and type against the reference; the same bits for any number of threads.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{
@@ -249,6 +251,37 @@ fn a_part_of_the_rows_has_the_bits_that_they_have_in_the_whole() {
 }
 
 /// Depths: none, a part of a vector, several blocks with a remainder.
+#[test]
+fn a_part_of_the_columns_has_the_bits_that_they_have_in_the_whole() {
+    // Tiles of f32 are 48 columns wide for the whole, and 32 for the parts, which 48 does not divide.
+    let columns_of = |matrix: &[f64], n: usize, part: &Range<usize>| -> Vec<f64> {
+        matrix.chunks_exact(n).flat_map(|row| &row[part.clone()]).copied().collect()
+    };
+    for queue in queues(2) {
+        for case in cases(&[[40, 96, 70], [100, 144, 1100]]) {
+            let [m, n, k] = case.shape;
+            let whole = case.run(&queue);
+            for part in [0..32, 32..96, n - 30..n] {
+                let b = match case.layout {
+                    GemmLayout::NT => case.b[part.start * k..part.end * k].to_vec(),
+                    GemmLayout::NN | GemmLayout::TN => columns_of(&case.b, n, &part),
+                };
+                let of_part = Case {
+                    shape: [m, part.len(), k],
+                    b,
+                    bias: case.bias.as_ref().map(|bias| bias[part.clone()].to_vec()),
+                    earlier: case.earlier.as_ref().map(|c| columns_of(c, n, &part)),
+                    ..case.clone()
+                };
+                let (found, expected) = (of_part.run(&queue), columns_of(&whole, n, &part));
+                let differing = found.iter().zip(&expected).find(|(found, expected)| found != expected);
+                let name = format!("{} {:?} {:?} columns {part:?}", queue.level(), case.layout, case.types);
+                assert!(differing.is_none(), "{name}: found and expected {differing:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn sums_by_depth_agree_with_the_reference_at_odd_sizes() {
     let shapes = [[9, 1, 0], [11, 50, 7], [52, 47, 33], [97, 13, 1100], [10, 820, 64], [49, 100, 2077]];

@@ -2,9 +2,9 @@
 """Matrix products side by side: `lockstep bench gemm` and torch.matmul (oneDNN, MKL) on the same shapes.
 
 The engines run by turns, each round in processes of their own, and each round begins with the other engine. In a round the
-fastest of a few products counts; the table has the median, minimum and maximum of the rounds, and of their ratios. NT is a
-linear layer's forward, NN the gradient of its input, TN that of its weight, which Lockstep writes in f32 and PyTorch in the
-operands' type.
+fastest product of a tenth of a second (and of at least five) counts; the table has the median, minimum and maximum of the
+rounds, and of their ratios. NT is a linear layer's forward, NN the gradient of its input, TN that of its weight, which Lockstep
+writes in f32 and PyTorch in the operands' type.
 
 If PyTorch would run below the processor's AVX-512, nothing is compared and the exit code is 2: see `kernels.py`.
 
@@ -27,12 +27,14 @@ from kernels import add_arguments, lockstep_kernels, prepared
 from machine import by_turns, cpu_name, spread
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+# As `lockstep bench gemm`.
 RUNS = 5
+SECONDS = 0.1
 ENGINES = ["Lockstep", "PyTorch"]
 
 
 def torch_gflops(row: dict, precision: str) -> float:
-    """The fastest of a few products of the row's shape, with operands laid out as Lockstep has them."""
+    """The rate of the fastest product of the row's shape, with operands laid out as Lockstep has them."""
     import torch
 
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -40,11 +42,12 @@ def torch_gflops(row: dict, precision: str) -> float:
     a = torch.rand(k, m).sub_(0.5).to(dtype).t() if row["layout"] == "TN" else torch.rand(m, k).sub_(0.5).to(dtype)
     b = torch.rand(n, k).sub_(0.5).to(dtype).t() if row["layout"] == "NT" else torch.rand(k, n).sub_(0.5).to(dtype)
     out = torch.empty(m, n, dtype=dtype)
-    best = float("inf")
-    for _ in range(RUNS):
+    best, runs, begin = float("inf"), 0, time.perf_counter()
+    while runs < RUNS or time.perf_counter() - begin < SECONDS:
         started = time.perf_counter()
         torch.matmul(a, b, out=out)
         best = min(best, time.perf_counter() - started)
+        runs += 1
     return 2 * m * n * k / best / 1e9
 
 

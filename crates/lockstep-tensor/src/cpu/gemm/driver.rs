@@ -42,6 +42,9 @@ const SERIAL_MULTIPLICATIONS: usize = 1 << 16;
 const PACKED_PANELS: usize = 4;
 /// Number of parts in which B is packed, if there are that many panels.
 const PACKING_PARTS: usize = 4;
+/// Number of times that a tile fetches rows of the next task: before its products, after them and after its stores. A core has room for
+/// a dozen fetches, and waits with one more.
+const FETCHES_PER_TILE: usize = 3;
 /// Largest number of chunks of a batch, which are on the stack.
 const MOST_CHUNKS: usize = 64;
 
@@ -355,7 +358,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
             None => [0..0, columns.clone()],
         };
         let tiles = columns.len().div_ceil(K::COLUMNS) * rows.len().div_ceil(K::ROWS);
-        let mut lookahead = Lookahead::new(a, later_rows, self.depth.clone(), tiles);
+        let mut lookahead = Lookahead::new(a, later_rows, self.depth.clone(), FETCHES_PER_TILE * tiles);
 
         let mut tile = Tile::zeros();
         for column in columns.clone().step_by(K::COLUMNS) {
@@ -391,9 +394,11 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                         U::exceptional_rows(&factors(), &mut tile, K::COLUMNS);
                     }
                 }
+                lookahead.step();
                 if place.is_none() {
                     self.store::<K, U>(context, (&mut tile, K::COLUMNS), (row, column), size);
                 }
+                lookahead.step();
             }
         }
     }

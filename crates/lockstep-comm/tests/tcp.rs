@@ -296,6 +296,9 @@ fn a_link_that_swallows_everything_is_known_within_the_time_of_silence() {
     }
 }
 
+/// Time that [`unordered_proxy`] holds bytes back.
+const HELD: Duration = Duration::from_millis(700);
+
 /// Starts a proxy that forwards connections to `port`. Once `holds` is set, bytes are forwarded `HELD` later, but the ends of
 /// connections at once: the order of a network that loses packets, where each connection has its own. Returns its port.
 fn unordered_proxy(port: u16, holds: Arc<AtomicBool>) -> u16 {
@@ -312,9 +315,6 @@ fn unordered_proxy(port: u16, holds: Arc<AtomicBool>) -> u16 {
         let _ = to.shutdown(std::net::Shutdown::Write);
     })
 }
-
-/// Time that [`unordered_proxy`] holds bytes back.
-const HELD: Duration = Duration::from_millis(700);
 
 #[test]
 fn a_farewell_that_arrives_after_the_end_of_other_connections_is_no_loss() {

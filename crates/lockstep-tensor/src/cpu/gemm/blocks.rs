@@ -57,8 +57,10 @@ impl Blocks {
     const SMALL_COLUMN_PARTS: usize = 4;
     /// Largest number of parts of the columns of small tasks that pack their rows.
     const PACKED_COLUMN_PARTS: usize = 2;
-    /// Number of tasks of each thread that suffices if tasks pack their rows: each part of the columns packs the same rows again.
-    const PACKING_TASKS: usize = 2;
+    /// As [`Self::FEWEST_TASKS`], if tasks pack their rows: each part of the columns packs the same rows again.
+    const FEWEST_PACKING_TASKS: usize = 4;
+    /// Number of tasks of each thread that suffices if tasks pack their rows.
+    const PACKING_TASKS_OF_THREAD: usize = 2;
 
     /// Returns the block sizes of an `m × n` product over `depth` units.
     pub(super) fn new(m: usize, n: usize, depth: usize, grain: Grain) -> Self {
@@ -88,12 +90,11 @@ impl Blocks {
     pub(super) fn tasks(&self, rows: usize, columns: usize) -> Tasks {
         let Self { fewest_panels, most_panels, grain, .. } = *self;
         let even = grain.threads.next_multiple_of(Self::FEWEST_TASKS).max(Self::FEWEST_TASKS);
-        let (least, column_parts) = match grain.packs_rows {
-            false => (even, Self::SMALL_COLUMN_PARTS),
-            true => {
-                let enough = (Self::PACKING_TASKS * grain.threads).next_multiple_of(Self::FEWEST_TASKS / 4);
-                (even.min(enough), Self::PACKED_COLUMN_PARTS)
-            }
+        let (least, column_parts) = if grain.packs_rows {
+            let enough = Self::PACKING_TASKS_OF_THREAD * grain.threads;
+            (even.min(enough.next_multiple_of(Self::FEWEST_PACKING_TASKS)), Self::PACKED_COLUMN_PARTS)
+        } else {
+            (even, Self::SMALL_COLUMN_PARTS)
         };
         let panels = rows.div_ceil(grain.rows);
         // Three quarters of the panels: as many parts as there may be threads, or a multiple of that.

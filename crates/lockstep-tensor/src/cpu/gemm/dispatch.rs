@@ -172,6 +172,7 @@ macro_rules! with_f32_tiles {
 pub(super) use with_f32_tiles;
 
 /// Returns true if wide tiles waste little of a product of `n` columns: at most 4 % more than others. Both give the same bits.
+/// Products that are made together have equally many columns.
 #[cfg(target_arch = "x86_64")]
 fn is_wide(n: usize) -> bool {
     25 * n.next_multiple_of(Avx512Wide::COLUMNS) <= 26 * n.next_multiple_of(Avx512::COLUMNS)

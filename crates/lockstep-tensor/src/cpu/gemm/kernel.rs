@@ -184,6 +184,8 @@ pub(super) fn fetch<const ROWS: usize>(place: &Place, columns: usize) {
     }
 }
 
+/// Units of a cache line.
+const LINE_UNITS: usize = CACHE_LINE_BYTES / size_of::<u32>();
 /// Distance, in steps of depth, at which a panel of B is fetched into the L1 cache. A panel lies in the L2 cache, whose latency is hidden
 /// badly on a core whose other hardware thread is busy.
 const STEPS_AHEAD: usize = 8;
@@ -195,7 +197,7 @@ const STEPS_AHEAD: usize = 8;
 #[inline(always)]
 unsafe fn load_step<V: Lanes, const VECTORS: usize>(b: *const u32) -> [V; VECTORS] {
     let step = VECTORS * V::COUNT;
-    for unit in (0..step).step_by(CACHE_LINE_BYTES / size_of::<u32>()) {
+    for unit in (0..step).step_by(LINE_UNITS) {
         prefetch_to_l1(b.wrapping_add(STEPS_AHEAD * step + unit));
     }
     // SAFETY: the caller's promise.
@@ -204,8 +206,6 @@ unsafe fn load_step<V: Lanes, const VECTORS: usize>(b: *const u32) -> [V; VECTOR
 
 /// Steps of depth that the loops of a product unroll. Counting and addresses take every tenth of the instructions otherwise.
 const STEPS_AT_ONCE: usize = 4;
-/// Units of a cache line.
-const LINE_UNITS: usize = CACHE_LINE_BYTES / size_of::<u32>();
 
 /// Returns the cache lines of a later panel of B, so many vectors wide, that those steps fetch: all tiles of a task together fetch the
 /// panel.

@@ -250,7 +250,6 @@ fn a_part_of_the_rows_has_the_bits_that_they_have_in_the_whole() {
     }
 }
 
-/// Depths: none, a part of a vector, several blocks with a remainder.
 #[test]
 fn a_part_of_the_columns_has_the_bits_that_they_have_in_the_whole() {
     // Tiles of f32 are 48 columns wide for the whole, and 32 for the parts, which 48 does not divide.
@@ -282,6 +281,7 @@ fn a_part_of_the_columns_has_the_bits_that_they_have_in_the_whole() {
     }
 }
 
+/// Depths: none, a part of a vector, several blocks with a remainder.
 #[test]
 fn sums_by_depth_agree_with_the_reference_at_odd_sizes() {
     let shapes = [[9, 1, 0], [11, 50, 7], [52, 47, 33], [97, 13, 1100], [10, 820, 64], [49, 100, 2077]];

@@ -20,8 +20,9 @@ const RUNNER: &str = "qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu";
 /// Tests that hold the kernels of each level to their references: products, attention, norms, losses, optimizers and conversions. Of
 /// kernels without intrinsics one or two tests: the compiler's loops are those of every machine, and emulation is slow.
 const TESTS: &str = "cpu::simd gemm::products::every gemm::products::random gemm::products::a_part \
-    gemm::products::nan gemm::convolutions::convolutions cpu::attention::lanes attention::kernels::a_window \
-    attention::kernels::one_document attention::pages::any norm::rms loss::losses cast:: optimizer::";
+    gemm::products::nan gemm::neon gemm::quantized::a_product_with_int8 gemm::quantized::products_with_interleaved \
+    gemm::convolutions::convolutions cpu::attention::lanes attention::kernels::a_window attention::kernels::one_document \
+    attention::pages::any norm::rms loss::losses cast:: optimizer::";
 
 /// Packages of Debian's compiler: itself and the standard libraries of both machines.
 const COMPILER: [&str; 3] = ["rustc-web", "libstd-rust-web-dev:amd64", "libstd-rust-web-dev:arm64"];

@@ -91,7 +91,7 @@ fn matrix_product(mut sums: float32x4_t, x: uint32x4_t, y: uint32x4_t) -> float3
 
 /// Widens four f16 to f32.
 #[inline(always)]
-fn widen_f16(elements: uint16x4_t) -> float32x4_t {
+pub(super) fn widen_f16(elements: uint16x4_t) -> float32x4_t {
     let wide: float32x4_t;
     // SAFETY: every AArch64 CPU has the instruction, which touches registers only.
     unsafe {
@@ -114,7 +114,7 @@ unsafe fn transpose(block: &mut Block) {
     unsafe { transpose_square(Square { first: source.as_ptr().cast(), stride: SIDE }, target) };
 }
 
-/// Transposes a square into another place, 4 × 4 units at a time: interleaves pairs of lines, then pairs of pairs.
+/// Transposes a square into another place, 4 × 4 units at a time.
 ///
 /// # Safety
 /// Both squares must lie in memory that the caller may read and write, and must not overlap.
@@ -125,15 +125,27 @@ unsafe fn transpose_square(source: Square<*const u32>, target: Square<*mut u32>)
         unsafe {
             let from = source.first.add(row * source.stride + column);
             let to = target.first.add(column * target.stride + row);
-            let [a, b, c, d]: [uint32x4_t; 4] =
-                std::array::from_fn(|i| vld1q_u32(from.add(i * source.stride)));
-            let (ac_low, ac_high) = (vzip1q_u32(a, c), vzip2q_u32(a, c));
-            let (bd_low, bd_high) = (vzip1q_u32(b, d), vzip2q_u32(b, d));
-            vst1q_u32(to, vzip1q_u32(ac_low, bd_low));
-            vst1q_u32(to.add(target.stride), vzip2q_u32(ac_low, bd_low));
-            vst1q_u32(to.add(2 * target.stride), vzip1q_u32(ac_high, bd_high));
-            vst1q_u32(to.add(3 * target.stride), vzip2q_u32(ac_high, bd_high));
+            let rows = std::array::from_fn(|i| vld1q_u32(from.add(i * source.stride)));
+            for (j, column) in transpose_four(rows).into_iter().enumerate() {
+                vst1q_u32(to.add(j * target.stride), column);
+            }
         }
+    }
+}
+
+/// Transposes 4 × 4 units: interleaves pairs of lines, then pairs of pairs.
+#[inline(always)]
+pub(super) fn transpose_four([a, b, c, d]: [uint32x4_t; 4]) -> [uint32x4_t; 4] {
+    // SAFETY: NEON is the baseline of AArch64.
+    unsafe {
+        let (ac_low, ac_high) = (vzip1q_u32(a, c), vzip2q_u32(a, c));
+        let (bd_low, bd_high) = (vzip1q_u32(b, d), vzip2q_u32(b, d));
+        [
+            vzip1q_u32(ac_low, bd_low),
+            vzip2q_u32(ac_low, bd_low),
+            vzip1q_u32(ac_high, bd_high),
+            vzip2q_u32(ac_high, bd_high),
+        ]
     }
 }
 

@@ -92,6 +92,18 @@ macro_rules! with_integer_lanes {
                 type $V = $crate::cpu::gemm::integer_lanes::Avx2Integers;
                 $work
             }
+            #[cfg(target_arch = "aarch64")]
+            $crate::CpuLevel::Neon | $crate::CpuLevel::NeonBf16
+                if std::arch::is_aarch64_feature_detected!("dotprod") =>
+            {
+                type $V = $crate::cpu::gemm::neon_integers::NeonIntegers<true>;
+                $work
+            }
+            #[cfg(target_arch = "aarch64")]
+            $crate::CpuLevel::Neon | $crate::CpuLevel::NeonBf16 => {
+                type $V = $crate::cpu::gemm::neon_integers::NeonIntegers<false>;
+                $work
+            }
             _ => {
                 type $V = $crate::cpu::gemm::integer_lanes::PlainIntegers;
                 $work

@@ -47,6 +47,25 @@ pub(super) trait IntegerLanes {
     unsafe fn splat(integer: i32) -> Self::Integers;
     /// Adds the products of a unit and four codes of a row of activations.
     unsafe fn dot(sums: Self::Integers, unit: Self::Unit, codes: i32) -> Self::Integers;
+
+    /// Adds the products of a run to the sums of each row: `codes` are those of all rows side by side, and `units` those of the lines.
+    #[inline(always)]
+    unsafe fn add_run<const ROWS: usize>(
+        products: &mut [Self::Integers; ROWS],
+        codes: &[[i32; ROWS]],
+        units: &[[u32; SIDE]],
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for (codes, unit) in codes.iter().zip(units) {
+                let unit = Self::unit(unit);
+                for (product, codes) in products.iter_mut().zip(codes) {
+                    *product = Self::dot(*product, unit, *codes);
+                }
+            }
+        }
+    }
+
     /// Loads the numbers of all lines.
     unsafe fn floats(numbers: &[f32; SIDE]) -> Self::Floats;
     /// Computes `numbers · factor`.

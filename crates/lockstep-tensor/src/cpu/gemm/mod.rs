@@ -6,7 +6,7 @@
 //! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
 //! `convolution` multiplies images, `winograd` with fewer multiplications where it can, `weight_gradient` without packing, and `few_channels` those of a first layer. `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
 //! product for each expert of a mixture. `block_lines` decodes quantized weights while they are packed, and `integer` multiplies their codes with int8
-//! `activations`, by vectors or tiles (`run_products`). `interleave` stores 16 rows of them word by word, and `interleaved_row` multiplies one row with those.
+//! `activations`, by vectors or tiles (`run_products`); `neon_integers` and `neon_words` are the vectors of AArch64 for both. `interleave` stores 16 rows of them word by word, and `interleaved_row` multiplies one row with those.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
@@ -29,6 +29,10 @@ mod interleave;
 mod interleaved_row;
 mod kernel;
 mod lanes;
+#[cfg(target_arch = "aarch64")]
+mod neon_integers;
+#[cfg(target_arch = "aarch64")]
+mod neon_words;
 mod operand;
 mod pack;
 mod packed_lines;

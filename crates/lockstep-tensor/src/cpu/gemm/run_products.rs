@@ -1,4 +1,5 @@
-//! Sums of products of a run of codes: by the vectors of a CPU level, a row after the other, or of eight rows at once by AMX tiles.
+//! Sums of products of a run of codes: by the vectors of a CPU level, or of eight rows at once by AMX tiles or the matrices of AArch64
+//! (`neon_integers`).
 //!
 //! Sums of integers are exact, so both ways give the same bits.
 
@@ -32,7 +33,7 @@ pub(super) trait RunProducts<V: IntegerLanes, const ROWS: usize> {
     );
 }
 
-/// Vectors of integers with a way to multiply groups of eight rows.
+/// Vectors of integers with a way to multiply groups of eight rows, by tiles or matrices.
 pub(super) trait TiledLanes: IntegerLanes + Sized {
     /// Products by tiles; by vectors if these have no tiles beside them.
     type Tiles: RunProducts<Self, TILE_ROWS>;
@@ -64,14 +65,7 @@ impl<V: IntegerLanes, const ROWS: usize> RunProducts<V, ROWS> for ByVectors {
         units: &[[u32; SIDE]],
     ) {
         // SAFETY: the caller's promise.
-        unsafe {
-            for (codes, unit) in codes.iter().zip(units) {
-                let unit = V::unit(unit);
-                for (product, codes) in products.iter_mut().zip(codes) {
-                    *product = V::dot(*product, unit, *codes);
-                }
-            }
-        }
+        unsafe { V::add_run(products, codes, units) };
     }
 }
 

@@ -12,7 +12,8 @@ use super::{
 use super::{
     amx,
     kernel::{Avx2, Avx512, Avx512Dot, Avx512Wide, MicroKernel},
-    lanes::{Bf16Pairs, F32x8, F32x16},
+    lanes::{Bf16Pairs, Dot, F32x8, F32x16},
+    pack::Packing,
     split,
     units::BfloatPair,
 };
@@ -190,6 +191,23 @@ fn is_wide(n: usize) -> bool {
     25 * n.next_multiple_of(Avx512Wide::COLUMNS) <= 26 * n.next_multiple_of(Avx512::COLUMNS)
 }
 
+/// Multiplies f32, or what is widened to it, by FMA of AVX-512.
+#[cfg(target_arch = "x86_64")]
+fn multiply_by_fma<'a, U: Packing, C: Float>(
+    queue: &CpuQueue,
+    problems: impl Iterator<Item = Problem<'a, U::Source, C>>,
+) where
+    F32x16: Dot<U::Source>,
+    U::Source: 'a,
+{
+    let mut problems = problems.peekable();
+    if problems.peek().is_some_and(|problem| is_wide(problem.n)) {
+        driver::multiply::<Avx512Wide, U, F32x16, _>(queue, problems);
+    } else {
+        driver::multiply::<Avx512, U, F32x16, _>(queue, problems);
+    }
+}
+
 fn multiply_f32<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f32, f32>>) {
     match queue.level {
         #[cfg(target_arch = "x86_64")]
@@ -200,13 +218,7 @@ fn multiply_f32<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a,
         }
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => {
-            let mut problems = problems.peekable();
-            match problems.peek() {
-                Some(problem) if is_wide(problem.n) => {
-                    driver::multiply::<Avx512Wide, Single, F32x16, _>(queue, problems);
-                }
-                _ => driver::multiply::<Avx512, Single, F32x16, _>(queue, problems),
-            }
+            multiply_by_fma::<Single, _>(queue, problems);
         }
         #[cfg(target_arch = "aarch64")]
         CpuLevel::Neon | CpuLevel::NeonBf16 => driver::multiply::<Neon, Single, F32x4, _>(queue, problems),
@@ -219,7 +231,7 @@ fn multiply_bf16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = 
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2 => driver::multiply::<Avx2, Widened<bf16>, F32x8, _>(queue, problems),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::Avx512 => driver::multiply::<Avx512, Widened<bf16>, F32x16, _>(queue, problems),
+        CpuLevel::Avx512 => multiply_by_fma::<Widened<bf16>, _>(queue, problems),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512Bf16 => driver::multiply::<Avx512Dot, BfloatPair, Bf16Pairs, _>(queue, problems),
         #[cfg(target_arch = "x86_64")]

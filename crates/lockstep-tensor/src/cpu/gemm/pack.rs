@@ -58,6 +58,8 @@ pub(in crate::cpu) trait Packing {
     const IS_STORED: bool = false;
     /// True if neighbours along the depth are units as they are stored.
     const IS_STORED_ALONG: bool = false;
+    /// True if an element becomes a unit when it is widened to f32.
+    const IS_WIDENED: bool = false;
 
     /// Packs as [`pack`] does, all planes of a panel before those of the next.
     ///
@@ -111,6 +113,7 @@ impl<U: Unit> Packing for U {
     const MARK_UNITS: usize = 0;
     const IS_STORED: bool = U::IS_STORED;
     const IS_STORED_ALONG: bool = U::IS_STORED_ALONG;
+    const IS_WIDENED: bool = U::IS_WIDENED;
 
     unsafe fn pack<V: Lanes, P: PanelShape>(
         operand: &Operand<'_, U::Source>,

@@ -1,4 +1,4 @@
-//! The rows of A of a task: read where they lie if the micro-kernel can, and packed or copied to scratch memory otherwise.
+//! The rows of A of a task: read where they lie if the micro-kernel can, and packed, widened or copied to scratch memory otherwise.
 
 use std::ops::Range;
 
@@ -50,6 +50,10 @@ impl<'a> TaskRows<'a> {
         }
         if Self::can_be_lines::<K, U>(a, depth.len()) {
             return Self::Lines(TaskLines::new::<K, _>(a, rows, depth, scratch));
+        }
+        if K::READS_LINES && U::IS_WIDENED && K::DEPTH == 1 && a.is_stored_along_depth() {
+            // SAFETY: as above.
+            return Self::Lines(unsafe { TaskLines::widened::<K, _>(a, rows, depth, scratch) });
         }
         let panel_units = U::panel_units::<RowPanels<K>>(units);
         let panels = &mut scratch.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * panel_units];
@@ -132,8 +136,7 @@ impl TaskLines {
         let stride = size_of_val(a.line(0));
         let copied_from = if compete_for_sets(K::ROWS, stride) { 0 } else { rows.len() / K::ROWS };
         let first_copied = rows.start + copied_from * K::ROWS;
-        // An odd number of cache lines: neighbours lie in different sets.
-        let copied_stride = (size_of_val(line(rows.start)).div_ceil(CACHE_LINE_BYTES) | 1) * CACHE_LINE_BYTES;
+        let copied_stride = copied_stride(size_of_val(line(rows.start)));
         let copies = (rows.end - first_copied).next_multiple_of(K::ROWS);
         let copied = &mut scratch.elements_mut::<T>()[..copies * copied_stride / size_of::<T>()];
         for (index, copy) in copied.chunks_exact_mut(copied_stride / size_of::<T>()).enumerate() {
@@ -147,6 +150,38 @@ impl TaskLines {
         Self { stored: Lines { first: line(rows.start).as_ptr().cast(), stride }, copied_from, copied }
     }
 
+    /// Copies all lines to scratch memory as f32: cheaper than packing, which transposes them.
+    ///
+    /// # Safety
+    /// The CPU must have the kernel's instructions.
+    unsafe fn widened<K: MicroKernel, T: Float>(
+        a: &Operand<'_, T>,
+        rows: Range<usize>,
+        depth: Range<usize>,
+        scratch: &mut Buffer,
+    ) -> Self {
+        let stride = copied_stride(depth.len() * size_of::<f32>());
+        let copied = &mut scratch.elements_mut::<f32>()
+            [..rows.len().next_multiple_of(K::ROWS) * stride / size_of::<f32>()];
+        let first = copied.as_ptr().cast();
+        let copies = copied.chunks_exact_mut(stride / size_of::<f32>());
+        // SAFETY: the caller's promise.
+        unsafe {
+            K::Vector::compiled(inlined!(|| for (index, copy) in copies.enumerate() {
+                let copy = &mut copy[..depth.len()];
+                match rows.start + index {
+                    row if row < rows.end => {
+                        let line = &a.line(row)[depth.clone()];
+                        copy.iter_mut().zip(line).for_each(inlined!(|(copy, x)| *copy = x.load()));
+                    }
+                    _ => copy.fill(0.0),
+                }
+            }));
+        }
+        let copied = Lines { first, stride };
+        Self { stored: copied, copied_from: 0, copied }
+    }
+
     /// Returns the lines of panel `index`, which has `rows` rows.
     fn panel(&self, index: usize, rows: usize) -> Rows {
         let (lines, index) = match index.checked_sub(self.copied_from) {
@@ -155,6 +190,11 @@ impl TaskLines {
         };
         Rows::Lines(lines.first.wrapping_byte_add(index * rows * lines.stride), lines.stride)
     }
+}
+
+/// Returns the bytes from one copied line to the next: an odd number of cache lines, so that neighbours lie in different sets.
+fn copied_stride(bytes: usize) -> usize {
+    (bytes.div_ceil(CACHE_LINE_BYTES) | 1) * CACHE_LINE_BYTES
 }
 
 /// The lines of the rows of a later task, fetched into the L2 cache a few at a time while this task computes: without it the

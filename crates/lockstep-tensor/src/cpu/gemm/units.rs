@@ -23,6 +23,8 @@ pub(in crate::cpu) trait Unit {
     const IS_STORED: bool = false;
     /// True if neighbours along the depth are units as they are stored.
     const IS_STORED_ALONG: bool = Self::IS_STORED;
+    /// True if an element becomes a unit when it is widened to f32.
+    const IS_WIDENED: bool = false;
     /// Writes the first of `units` from `elements`, which are neighbours along the depth.
     fn along(elements: &[Self::Source], units: &mut [u32; SIDE]);
     /// Writes all of `units` from neighbours across the depth, one line for each element of a unit. The second line
@@ -55,6 +57,7 @@ pub(in crate::cpu) struct Widened<T>(PhantomData<T>);
 impl<T: Float> Unit for Widened<T> {
     type Source = T;
     const ELEMENTS: usize = 1;
+    const IS_WIDENED: bool = true;
 
     #[inline(always)]
     fn along(elements: &[T], units: &mut [u32; SIDE]) {

@@ -26,12 +26,12 @@ use super::{
 };
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::CpuLevel;
-#[cfg(target_arch = "x86_64")]
-use crate::F32Products;
 use crate::{
     BlockActivations, BlockGemm, CpuQueue, Gemm, GemmKernels, GemmLayout, GroupedGemm, Write,
     cpu::{operands::check_disjoint, simd::Float},
 };
+#[cfg(target_arch = "x86_64")]
+use crate::{F32Products, Summation};
 
 impl GemmKernels for CpuQueue {
     fn gemm_rows(&self, gemm: Gemm<'_>, rows: usize) {
@@ -153,7 +153,7 @@ impl<C: Float> Multiply<C> for f16 {
 }
 
 /// Evaluates an expression with the f32 vector `$vector` of the queue's level and the sizes of its tiles: the rows of a tile, of a
-/// thin one, and its vectors. Evaluates to `None` if the queue multiplies f32 by bf16 tiles.
+/// thin one, and its vectors.
 ///
 /// The expression may use the instructions of the vector.
 macro_rules! with_f32_tiles {
@@ -164,14 +164,12 @@ macro_rules! with_f32_tiles {
                 const $rows: usize = $r;
                 const $thin: usize = $t;
                 const $vectors: usize = $v;
-                Some($work)
+                $work
             }};
         }
         match $queue.level {
             #[cfg(target_arch = "x86_64")]
             crate::CpuLevel::Avx2 => with!(super::lanes::F32x8, 6, 2, 2),
-            #[cfg(target_arch = "x86_64")]
-            crate::CpuLevel::AmxBf16 if $queue.f32_products == crate::F32Products::SplitBf16 => None,
             #[cfg(target_arch = "x86_64")]
             crate::CpuLevel::Avx512 | crate::CpuLevel::Avx512Bf16 | crate::CpuLevel::AmxBf16 => {
                 with!(super::lanes::F32x16, 12, 4, 2)
@@ -208,17 +206,30 @@ fn multiply_by_fma<'a, U: Packing, C: Float>(
     }
 }
 
+/// Returns true if f32 is multiplied by bf16 tiles: products of stored matrices whose bits may depend on the shape. Products that are
+/// made together have operands of the same form.
+#[cfg(target_arch = "x86_64")]
+fn is_split(queue: &CpuQueue, problem: &Problem<'_, f32, f32>) -> bool {
+    queue.level == CpuLevel::AmxBf16
+        && queue.f32_products == F32Products::SplitBf16
+        && queue.summation == Summation::ByShape
+        && problem.a.is_stored()
+        && problem.b.is_stored()
+}
+
 fn multiply_f32<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f32, f32>>) {
     match queue.level {
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2 => driver::multiply::<Avx2, Single, F32x8, _>(queue, problems),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => {
-            driver::multiply::<amx::SplitTiles, split::ThreeParts, F32x16, _>(queue, problems);
-        }
-        #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => {
-            multiply_by_fma::<Single, _>(queue, problems);
+            let mut problems = problems.peekable();
+            match problems.peek() {
+                Some(problem) if is_split(queue, problem) => {
+                    driver::multiply::<amx::SplitTiles, split::ThreeParts, F32x16, _>(queue, problems);
+                }
+                _ => multiply_by_fma::<Single, _>(queue, problems),
+            }
         }
         #[cfg(target_arch = "aarch64")]
         CpuLevel::Neon | CpuLevel::NeonBf16 => driver::multiply::<Neon, Single, F32x4, _>(queue, problems),

@@ -39,7 +39,6 @@ pub(super) unsafe fn forward(
         with_f32_tiles!(queue, |V, ROWS, THIN, VECTORS| FewChannels::<V, ROWS, THIN, VECTORS>::forward(
             queue, conv, x, weight, bias, y
         ))
-        .unwrap_or(false)
     }
 }
 
@@ -53,7 +52,6 @@ pub(super) unsafe fn add_weight_gradient(queue: &CpuQueue, operands: Operands<'_
         with_f32_tiles!(queue, |V, ROWS, THIN, VECTORS| {
             FewChannels::<V, ROWS, THIN, VECTORS>::add_weight_gradient(queue, operands)
         })
-        .unwrap_or(false)
     }
 }
 

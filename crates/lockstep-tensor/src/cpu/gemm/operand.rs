@@ -68,6 +68,12 @@ impl<'a, T> Operand<'a, T> {
         }
     }
 
+    /// Returns true if the matrix is stored, element by element.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn is_stored(&self) -> bool {
+        matches!(self.form, Form::Matrix { .. })
+    }
+
     /// Returns true if the matrix is stored, and its lines are contiguous along the depth.
     pub(super) fn is_stored_along_depth(&self) -> bool {
         matches!(self.form, Form::Matrix { order: Order::AlongDepth, .. })

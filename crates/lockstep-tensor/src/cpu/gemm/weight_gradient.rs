@@ -45,7 +45,6 @@ pub(super) unsafe fn add(queue: &CpuQueue, operands: Operands<'_>) -> bool {
     // SAFETY: the caller's promise; the queue's level has the instructions of the vectors.
     unsafe {
         with_f32_tiles!(queue, |V, ROWS, THIN, VECTORS| Tasks::<V, ROWS, THIN, VECTORS>::run(queue, operands))
-            .unwrap_or(false)
     }
 }
 

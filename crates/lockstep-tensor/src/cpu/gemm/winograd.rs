@@ -122,7 +122,6 @@ pub(super) unsafe fn convolve(queue: &CpuQueue, operands: Operands<'_>) -> bool 
     // SAFETY: the caller's promise; the queue's level has the instructions of the vectors.
     unsafe {
         with_f32_tiles!(queue, |V, ROWS, _THIN, VECTORS| Winograd::<V, ROWS, VECTORS>::run(queue, operands))
-            .unwrap_or(false)
     }
 }
 

@@ -149,6 +149,17 @@ pub(crate) fn queues(threads: usize) -> Vec<CpuQueue> {
     queues
 }
 
+/// Returns the queues, and one that multiplies f32 in three parts if this CPU or its emulation can.
+fn queues_of_products(threads: usize) -> Vec<CpuQueue> {
+    let mut all = queues(threads);
+    let split = queues(threads).into_iter().find(|queue| queue.level() == CpuLevel::AmxBf16);
+    all.extend(split.map(|mut queue| {
+        queue.set_f32_products(F32Products::SplitBf16);
+        queue
+    }));
+    all
+}
+
 fn cases(shapes: &[[usize; 3]]) -> impl Iterator<Item = Case> {
     shapes.iter().enumerate().flat_map(|(seed, shape)| {
         LAYOUTS.into_iter().flat_map(move |layout| {
@@ -166,13 +177,13 @@ fn every_level_agrees_with_the_reference_at_odd_sizes() {
         shapes.push([sizes[(i + 5) % 11], size, size]);
         shapes.push([size, size, sizes[(i + 6) % 11]]);
     }
-    let queues = queues(2);
+    let queues = queues_of_products(2);
     cases(&shapes).for_each(|case| case.check(&queues));
 }
 
 #[test]
 fn depths_beyond_one_block_agree_with_the_reference() {
-    let queues = queues(2);
+    let queues = queues_of_products(2);
     let few_rows = [1, 9, 5000];
     cases(&[[30, 40, 1025], [13, 70, 2049], [33, 33, 4100], few_rows]).for_each(|case| case.check(&queues));
 }
@@ -180,7 +191,7 @@ fn depths_beyond_one_block_agree_with_the_reference() {
 #[test]
 fn chunks_of_rows_and_columns_meet_without_a_gap() {
     // Large enough for several chunks of columns, and, in bf16, of rows with partial sums.
-    let mut queues = queues(2);
+    let mut queues = queues_of_products(2);
     queues.retain(|queue| {
         let is_emulated = queue.level() > CpuLevel::detect();
         if is_emulated {
@@ -196,7 +207,7 @@ fn chunks_of_rows_and_columns_meet_without_a_gap() {
 
 #[test]
 fn an_empty_depth_gives_the_bias_or_leaves_c() {
-    let queues = queues(1);
+    let queues = queues_of_products(1);
     cases(&[[3, 40, 0], [20, 5, 0], [20, 5, 0], [20, 40, 0]]).for_each(|case| case.check(&queues));
 }
 
@@ -214,7 +225,10 @@ fn the_number_of_threads_changes_no_bit() {
     let shapes = [[5, 700, 300], [130, 70, 1100], [257, 129, 63]];
     let results: Vec<Vec<Vec<Vec<f64>>>> = [1, 2, 3]
         .map(|threads| {
-            queues(threads).iter().map(|queue| cases(&shapes).map(|case| case.run(queue)).collect()).collect()
+            queues_of_products(threads)
+                .iter()
+                .map(|queue| cases(&shapes).map(|case| case.run(queue)).collect())
+                .collect()
         })
         .into();
     assert!(results[0] == results[1], "two threads differ from one");
@@ -226,7 +240,7 @@ fn a_part_of_the_rows_has_the_bits_that_they_have_in_the_whole() {
     // Few rows, several panels, and several blocks of depth with partial sums; one row has a value that cannot be split.
     let shapes = [[7, 40, 70], [20, 33, 90], [70, 50, 1100]];
     let cuts = |m: usize| [0, 1, m / 3, m / 2 + 1, m - 2, m];
-    for queue in queues(2) {
+    for queue in queues_of_products(2) {
         for mut case in cases(&shapes).filter(|case| case.layout != GemmLayout::TN) {
             let [m, n, k] = case.shape;
             if case.types.0 == DType::F32 {
@@ -256,7 +270,7 @@ fn a_part_of_the_columns_has_the_bits_that_they_have_in_the_whole() {
     let columns_of = |matrix: &[f64], n: usize, part: &Range<usize>| -> Vec<f64> {
         matrix.chunks_exact(n).flat_map(|row| &row[part.clone()]).copied().collect()
     };
-    for queue in queues(2) {
+    for queue in queues_of_products(2) {
         for case in cases(&[[40, 96, 70], [100, 144, 1100]]) {
             let [m, n, k] = case.shape;
             let whole = case.run(&queue);
@@ -419,7 +433,7 @@ fn f32_products_in_three_parts_err_no_more_than_by_fma() {
 
 #[test]
 fn values_that_cannot_be_split_are_multiplied_by_fma() {
-    for queue in queues(2).into_iter().filter(|queue| queue.level() >= CpuLevel::Avx512) {
+    for queue in queues_of_products(2).into_iter().filter(|queue| queue.level() >= CpuLevel::Avx512) {
         for layout in LAYOUTS {
             // One value makes a panel of A exceptional, another one a panel of B; both must enter their products
             // exactly.

@@ -116,14 +116,15 @@ struct Core {
     model: u32,
 }
 
-/// Returns the name of a known core and its fastest level, of those up to [`CpuLevel::Avx512Bf16`]. No core of AArch64 has been
-/// measured.
+/// Returns the name of a known core and its fastest level, of those up to [`CpuLevel::Avx512Bf16`]: a virtual machine may hide AMX. No
+/// core of AArch64 has been measured.
 fn known(core: Core) -> Option<(&'static str, CpuLevel)> {
     let Core { vendor, family, model } = core;
     match (&vendor, family, model) {
         (b"AuthenticAMD", 0x19, _) => Some(("Zen 4", CpuLevel::Avx512Bf16)),
         (b"AuthenticAMD", 0x1a, _) => Some(("Zen 5", CpuLevel::Avx512Bf16)),
         (b"GenuineIntel", 6, 0x8f) => Some(("Sapphire Rapids", CpuLevel::Avx512)),
+        (b"GenuineIntel", 6, 0xcf) => Some(("Emerald Rapids", CpuLevel::Avx512)),
         _ => None,
     }
 }
@@ -174,6 +175,7 @@ mod tests {
         let level =
             |vendor: &[u8; 12], signature| known(Core::new(*vendor, signature)).map(|(_, level)| level);
         assert_eq!(level(b"GenuineIntel", 0x806f8), Some(CpuLevel::Avx512), "Sapphire Rapids");
+        assert_eq!(level(b"GenuineIntel", 0xc06f2), Some(CpuLevel::Avx512), "Emerald Rapids");
         assert_eq!(level(b"GenuineIntel", 0x5065b), None, "Cooper Lake is measured");
         assert_eq!(level(b"AuthenticAMD", 0xa10f11), Some(CpuLevel::Avx512Bf16), "Zen 4");
         assert_eq!(level(b"AuthenticAMD", 0xb00f21), Some(CpuLevel::Avx512Bf16), "Zen 5");

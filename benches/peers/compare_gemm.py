@@ -8,8 +8,13 @@ writes in f32 and PyTorch in the operands' type.
 
 If PyTorch would run below the processor's AVX-512, nothing is compared and the exit code is 2: see `kernels.py`.
 
+With `--program` another engine takes PyTorch's place: a program that reads the JSON of `lockstep bench gemm` from standard input and
+prints it with its own rates.
+
     /tmp/peers/bin/python benches/peers/compare_gemm.py --precision bf16 --rounds 5
     /tmp/peers/bin/python benches/peers/compare_gemm.py --mkl-as-on-intel      # f32 on AMD's processors
+    cargo build --release --manifest-path benches/peers/gemm_crate/Cargo.toml
+    benches/peers/compare_gemm.py --program benches/peers/gemm_crate/target/release/gemm-crate
 """
 
 import argparse
@@ -30,7 +35,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # As `lockstep bench gemm`.
 RUNS = 5
 SECONDS = 0.1
-ENGINES = ["Lockstep", "PyTorch"]
 
 
 def torch_gflops(row: dict, precision: str) -> float:
@@ -60,11 +64,13 @@ def peer(precision: str, threads: int) -> None:
     print(json.dumps([{**row, "gflops": torch_gflops(row, precision)} for row in rows]))
 
 
-def rounds_of(run: Callable[[str, list[dict]], list[dict]], shapes: list[dict], rounds: int) -> list[dict]:
+def rounds_of(
+    run: Callable[[str, list[dict]], list[dict]], shapes: list[dict], rounds: int, engines: list[str]
+) -> list[dict]:
     """The shapes, each with the rates of both engines in all rounds."""
-    table = [{**shape, **{engine: [] for engine in ENGINES}} for shape in shapes]
+    table = [{**shape, **{engine: [] for engine in engines}} for shape in shapes]
     for number in range(rounds):
-        for engine in by_turns(number, ENGINES):
+        for engine in by_turns(number, engines):
             for row, found in zip(table, run(engine, shapes), strict=True):
                 if (row["name"], row["layout"]) != (found["name"], found["layout"]):
                     raise ValueError(f"{engine} has timed {found['name']} {found['layout']}, not {row['name']} {row['layout']}")
@@ -72,8 +78,8 @@ def rounds_of(run: Callable[[str, list[dict]], list[dict]], shapes: list[dict], 
     return table
 
 
-def cells(row: dict, mark: str) -> list[str]:
-    ours, theirs = (row[engine] for engine in ENGINES)
+def cells(row: dict, engines: list[str], mark: str) -> list[str]:
+    ours, theirs = (row[engine] for engine in engines)
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return [
         row["name"],
@@ -91,34 +97,40 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lockstep", type=Path, default=REPOSITORY / "target/release/lockstep")
+    parser.add_argument("--program", type=Path, help="time this program in place of PyTorch")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     add_arguments(parser)
     arguments = parser.parse_args()
     precision, threads = arguments.precision, str(arguments.threads)
     if arguments.peer:
         return peer(precision, arguments.threads)
-    torch = prepared(arguments, [precision])
+    torch = None if arguments.program else prepared(arguments, [precision])
+    name = arguments.program.stem if arguments.program else "PyTorch"
     shape = ["--precision", precision, "--threads", threads]
     ours = [str(arguments.lockstep), "bench", "gemm", *shape, "--json"]
-    theirs = [sys.executable, __file__, "--peer", *shape]
+    theirs = [str(arguments.program), *shape] if arguments.program else [sys.executable, __file__, "--peer", *shape]
+    environment = torch.environment if torch else None
 
     def run(engine: str, shapes: list[dict]) -> list[dict]:
         if engine == "Lockstep":
             return json.loads(subprocess.run(ours, stdout=subprocess.PIPE, check=True).stdout)
         document = json.dumps(shapes).encode()
-        return json.loads(subprocess.run(theirs, input=document, stdout=subprocess.PIPE, check=True, env=torch.environment).stdout)
+        return json.loads(subprocess.run(theirs, input=document, stdout=subprocess.PIPE, check=True, env=environment).stdout)
 
     load = os.getloadavg()[0]
-    table = rounds_of(run, run("Lockstep", []), arguments.rounds)
-    print("| layer | product | m x n x k | Lockstep GFLOP/s | PyTorch GFLOP/s | ratio: median | min | max |")
+    engines = ["Lockstep", name]
+    table = rounds_of(run, run("Lockstep", []), arguments.rounds, engines)
+    print(f"| layer | product | m x n x k | Lockstep GFLOP/s | {name} GFLOP/s | ratio: median | min | max |")
     print("|---|---|---|---:|---:|---:|---:|---:|")
     for row in table:
-        print(f"| {' | '.join(cells(row, torch.mark(precision)))} |")
+        print(f"| {' | '.join(cells(row, engines, torch.mark(precision) if torch else ''))} |")
+    peer_name = f"PyTorch {torch.kernels.torch}" if torch else name
     print(
         f"\n{datetime.date.today().isoformat()}, {precision}, {cpu_name()}, {threads} of {os.cpu_count()} CPUs, load average "
-        f"{load:.1f} at the start, PyTorch {torch.kernels.torch}, {arguments.rounds} rounds by turns.\n"
-        f"{torch.sentence(lockstep_kernels(arguments.lockstep))}"
+        f"{load:.1f} at the start, {peer_name}, {arguments.rounds} rounds by turns."
     )
+    kernels = lockstep_kernels(arguments.lockstep)
+    print(torch.sentence(kernels) if torch else f"Kernels: Lockstep {kernels}.")
 
 
 if __name__ == "__main__":

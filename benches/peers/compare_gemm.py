@@ -101,6 +101,8 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     add_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.program and not os.access(arguments.program, os.X_OK):
+        parser.error(f"--program {arguments.program}: no program that can be run")
     precision, threads = arguments.precision, str(arguments.threads)
     if arguments.peer:
         return peer(precision, arguments.threads)

@@ -110,7 +110,7 @@ impl fmt::Display for CpuLevel {
     }
 }
 
-/// Method of f32 GEMMs on a CPU with AMX.
+/// Method of f32 GEMMs of stored matrices on a CPU with AMX. Sums by depth and convolutions are by FMA.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum F32Products {
     /// Three-way bf16 split on AMX tiles: each operand becomes three bf16 parts, and six products are summed in f32.

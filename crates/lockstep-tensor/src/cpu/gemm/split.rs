@@ -74,7 +74,7 @@ impl Packing for ThreeParts {
             let lines = first..outer.end.min(first + P::WIDTH);
             let (planes, mark) = panel.split_at_mut(PARTS * P::WIDTH * units);
             mark.fill(0);
-            // SAFETY: the caller promises the instructions of bf16 pairs, which include these.
+            // SAFETY: the caller promises the instructions of the vectors, which include these.
             let is_exceptional = unsafe { pack_panel::<P>(matrix, lines, depth.clone(), units, planes) };
             mark[0] = u32::from(is_exceptional);
         }
@@ -330,7 +330,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::cpu::{gemm::lanes::Bf16Pairs, simd::Float};
+    use crate::cpu::{gemm::lanes::F32x16, simd::Float};
 
     /// Returns the parts of a value, the definition.
     fn parts_of(x: f32) -> [bf16; PARTS] {
@@ -390,7 +390,7 @@ mod tests {
         let mut panels = vec![7; lines.div_ceil(P::WIDTH) * panel_units];
         // SAFETY: the caller has detected the instructions.
         unsafe {
-            ThreeParts::pack::<Bf16Pairs, P>(&operand, 0..lines, skipped..skipped + depth, units, &mut panels)
+            ThreeParts::pack::<F32x16, P>(&operand, 0..lines, skipped..skipped + depth, units, &mut panels)
         };
         for (index, panel) in panels.chunks_exact(panel_units).enumerate() {
             let is_last = (index + 1) * P::WIDTH >= lines;
@@ -428,7 +428,8 @@ mod tests {
     fn packed_parts_are_those_of_the_definition() {
         type A = RowPanels<crate::cpu::gemm::amx::SplitTiles>;
         type B = ColumnPanels<crate::cpu::gemm::amx::SplitTiles>;
-        if !is_x86_feature_detected!("avx512bf16") {
+        if !is_x86_feature_detected!("avx512bw") {
+            println!("skipped: parts are packed by AVX-512, which this CPU lacks");
             return;
         }
         let mut state = 1_u32;
